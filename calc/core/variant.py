@@ -1,0 +1,28 @@
+"""A sub-model's static shape: role, batch and sequence bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One static shape of the model.
+
+    Attributes:
+        role: prefill takes `seq` tokens at once, decode exactly one.
+        batch: sequences in a call.
+        seq: the bucket: tokens per sequence the graph has room for (1 for decode).
+    """
+
+    role: Role
+    batch: int
+    seq: int
+
+    @property
+    def name(self) -> str:
+        """Unique name, e.g. ``prefill_b1_s128``."""
+        return f"{self.role}_b{self.batch}_s{self.seq}"
