@@ -1,0 +1,134 @@
+"""Targets: chips and boards as data. Every number in ``calc/targets/*.toml`` has a unit, a status and a source."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from calc.core.errors import Problem, UsageError
+from calc.core.spec import Frozen
+
+TARGET_DIR = Path(__file__).resolve().parent.parent / "targets"
+
+
+class Quantity(Frozen):
+    """A number about hardware: `status` says whether it was measured, derived from a measurement or assumed."""
+
+    value: float
+    unit: str
+    status: Literal["measured", "published", "derived", "assumed"]
+    source: str
+
+
+class Memory(Frozen):
+    """Capacities per chip."""
+
+    sram: Quantity
+    dram: Quantity
+    alignment: Quantity
+
+
+class Rates(Frozen):
+    """Throughput of one chip's engines."""
+
+    clock: Quantity
+    mac_int8: Quantity
+    mac_bf16: Quantity
+    mac_f32: Quantity
+    vector: Quantity
+    vector_special: Quantity
+    dram: Quantity
+    link: Quantity
+    host: Quantity
+
+
+class Costs(Frozen):
+    """Start costs of one instruction per engine, and of one call."""
+
+    dma_start: Quantity
+    matrix_start: Quantity
+    vector_start: Quantity
+    link_start: Quantity
+    dispatch: Quantity
+    call: Quantity
+
+
+class Tiling(Frozen):
+    """The compiler's choices for this chip."""
+
+    weight_tile: Quantity
+    weight_ring: Quantity
+    row_multiple: Quantity
+    score_tile: Quantity
+
+
+class Target(Frozen):
+    """A board: `chips` equal chips and how a model is split over them."""
+
+    name: str
+    description: str
+    chips: int = Field(gt=0, le=16)
+    split: Literal["layers"]
+    memory: Memory
+    rates: Rates
+    costs: Costs
+    tiling: Tiling
+    toml: str = Field(default="", repr=False)
+
+    @property
+    def sram_bytes(self) -> int:
+        """SRAM per chip, bytes."""
+        return int(self.memory.sram.value)
+
+    @property
+    def dram_bytes(self) -> int:
+        """DRAM per chip, bytes."""
+        return int(self.memory.dram.value)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the target's TOML text."""
+        return hashlib.sha256(self.toml.encode()).hexdigest()
+
+
+def target_names() -> tuple[str, ...]:
+    """Names of the bundled targets, sorted."""
+    return tuple(sorted(p.stem for p in TARGET_DIR.glob("*.toml")))
+
+
+def parse_target(text: str, where: str) -> Target:
+    """A target from TOML text.
+
+    Raises:
+        UsageError: TARGET_INVALID, one problem for each field.
+    """
+    try:
+        return Target.model_validate({**tomllib.loads(text), "toml": text})
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(Problem("TARGET_INVALID", where, "not valid TOML", got=str(e))) from e
+    except ValidationError as e:
+        raise UsageError(
+            [
+                Problem("TARGET_INVALID", f"{where}: {'.'.join(map(str, err['loc']))}", err["msg"], got=str(err["input"])[:80])
+                for err in e.errors()
+            ]
+        ) from e
+
+
+def load_target(name: str) -> Target:
+    """A bundled target by name, or any target by the path of its TOML file.
+
+    Raises:
+        UsageError: TARGET_UNKNOWN, TARGET_INVALID.
+    """
+    path = Path(name) if name.endswith(".toml") else TARGET_DIR / f"{name}.toml"
+    if not path.is_file():
+        raise UsageError(
+            Problem("TARGET_UNKNOWN", name, "no such target", expected=" or ".join(target_names()), hint="or the path of a .toml")
+        )
+    return parse_target(path.read_text(encoding="utf-8"), str(name))
