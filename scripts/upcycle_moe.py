@@ -41,14 +41,10 @@ CALIBRATION = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once "
     "or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it."
 )
-# How one expert's tensors are named in a saved checkpoint, below "model.layers.N.".
+# Where an expert's three matrices are in a saved checkpoint, below "model.layers.N.".
 EXPERT_KEYS = {
-    "mixtral": (
-        "block_sparse_moe.experts.{e}.w1",
-        "block_sparse_moe.experts.{e}.w2",
-        "block_sparse_moe.experts.{e}.w3",
-    ),
-    "qwen3_moe": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.down_proj", "mlp.experts.{e}.up_proj"),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w2", "w3")),
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "down_proj", "up_proj")),
 }
 
 
