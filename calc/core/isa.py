@@ -58,7 +58,7 @@ class Op(IntEnum):
     SEND = 24  # a -> link to chip imm0
     RECV = 25  # dst <- link from chip imm0
     GEMM = 32  # dst[h,i,g,n] (+)= alpha * sum_k a[h,i,g,k] * b[h,n,k] (+ bias[n]) (+ d[h,i,g,n])
-    VMAP = 48  # dst = f(a, b)        sub = Fn
+    VMAP = 48  # dst = f(a, b, d); sub = Fn
     VREDUCE = 49  # dst = reduce(a) over the last dimension; sub = Red
     VCMUL = 50  # complex product of pairs: rotary embedding
     VBAND = 51  # dst = a where 0 <= (index of dim `imm0`) + R[imm1] - (last index) < imm2, else fimm0
@@ -100,7 +100,9 @@ class Fn(IntEnum):
     SILU = 12
     GELU = 13
     GELU_TANH = 14
-    MADD = 15  # a * b + dst
+    MUL3 = 15  # a * b * d
+    MADD = 16  # a * b + d
+    FILL = 17  # f1; reads nothing
 
 
 class Red(IntEnum):
@@ -197,7 +199,7 @@ OPERANDS: dict[int, tuple[str, ...]] = {
     Op.SEND: ("a",),
     Op.RECV: ("dst",),
     Op.GEMM: ("dst", "a", "b", "d", "e"),
-    Op.VMAP: ("dst", "a", "b"),
+    Op.VMAP: ("dst", "a", "b", "d"),
     Op.VREDUCE: ("dst", "a"),
     Op.VCMUL: ("dst", "a", "b", "d"),
     Op.VBAND: ("dst", "a"),
@@ -232,3 +234,12 @@ CSRS = ("past_kv_cur_seq_len", "cur_seq_len", "kv_slot")
 """CSR arrays, one element per sequence of the batch; CSR index = array index * CSR_STRIDE + sequence."""
 
 CSR_STRIDE = 64
+
+RING_FREE = 0
+"""Semaphore the matrix engine signals when a slot of the weight ring may be overwritten. Its count is not zero at HALT."""
+
+RING_FULL = 1
+"""Semaphore the weight DMA signals when a slot of the ring holds its tile."""
+
+FIRST_SYNC_SEMAPHORE = 2
+"""Semaphores from here on order all other memory, one for each ordered pair of engines."""

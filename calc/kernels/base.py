@@ -1,0 +1,201 @@
+"""What a kernel is: one NPU op, everything about it in one file.
+
+A kernel's truth is its ONNX function body: standard ops, run by ONNX Runtime. `body` gives it twice: in FP32, and with
+the NPU's numerics (the same ops with a rounding at every store). `lower` writes the program. Tests compare the two for
+every example, so that no kernel's reference was written by the code it checks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from calc.kernels.lowering import Lowering
+
+Numerics = Literal["fp32", "npu"]
+Scheme = Literal["bf16", "w8a8", "w4a16"]
+Attr = int | float | str | tuple[str, ...]
+
+DOMAIN = "calc"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node of the fused graph.
+
+    Attributes:
+        op: the kernel's name.
+        name: the node's name, with the module it comes from.
+        attrs: what distinguishes this call.
+        inputs: value names by formal name; a missing optional input is absent.
+        outputs: value names, in order.
+        shapes: dimensions of every input and output, by value name.
+        layer: decoder layer, None outside of the layers.
+    """
+
+    op: str
+    name: str
+    attrs: Mapping[str, Attr]
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    layer: int | None = None
+
+    def shape(self, formal: str) -> tuple[int, ...]:
+        """Dimensions of the input with that formal name."""
+        return self.shapes[self.inputs[formal]]
+
+    def int(self, name: str) -> int:
+        """An integer attribute."""
+        value = self.attrs[name]
+        assert isinstance(value, int)
+        return value
+
+    def float(self, name: str) -> float:
+        """A number attribute."""
+        value = self.attrs[name]
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def str(self, name: str) -> str:
+        """A text attribute."""
+        value = self.attrs[name]
+        assert isinstance(value, str)
+        return value
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call costs, without a clock: multiply-accumulates, vector elements and weight bytes read."""
+
+    macs: int
+    vector_ops: int
+    weight_bytes: int
+
+
+Constraint = Callable[[Call], str | None]
+"""Says why a call is refused (expected and got), or None. Its docstring is the rule in one sentence."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sample call: attributes and input shapes, from which tests draw values."""
+
+    attrs: Mapping[str, Attr]
+    shapes: Mapping[str, tuple[int, ...]]
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+class Kernel(ABC):
+    """One NPU op of domain ``calc``."""
+
+    name: str
+    constraints: tuple[Constraint, ...] = ()
+
+    @abstractmethod
+    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Formal input and output names of the ONNX function for these attributes."""
+
+    @abstractmethod
+    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        """Formal names of the inputs that are matrices, in the order of the ``schemes`` attribute."""
+
+    @abstractmethod
+    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        """The ONNX function's body (ONNX text format), from formal inputs to formal outputs."""
+
+    @abstractmethod
+    def work(self, call: Call, rows: int, context: int) -> Work:
+        """What the call costs for `rows` valid rows that see `context` keys each."""
+
+    @abstractmethod
+    def lower(self, low: Lowering, call: Call) -> None:
+        """Write the program."""
+
+    @abstractmethod
+    def examples(self) -> tuple[Example, ...]:
+        """Sample calls for the tests: boundary and ragged shapes among them."""
+
+    def refusals(self, call: Call) -> list[str]:
+        """Every constraint the call breaks."""
+        return [r for c in self.constraints if (r := c(call)) is not None]
+
+    def overload(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        """The ONNX function overload's name: one for each distinct body."""
+        parts = [numerics]
+        for k in sorted(attrs):
+            v = attrs[k]
+            parts.append(f"{k}={'.'.join(v) if isinstance(v, tuple) else v}")
+        return ",".join(parts)
+
+    def schemes(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        """The scheme of each weight; bf16 where the quantize pass has not run."""
+        value = attrs.get("schemes")
+        return value if isinstance(value, tuple) else ("bf16",) * len(self.weights(attrs))
+
+
+# -- pieces of ONNX text ---------------------------------------------------------------------------------------------
+
+
+def store(src: str, dst: str, numerics: Numerics) -> str:
+    """`dst` is `src` as it is after a store to memory: rounded to BF16 in the NPU's numerics."""
+    if numerics == "fp32":
+        return f"{dst} = Identity({src})"
+    return f"{dst}_b16 = Cast<to: int = 16>({src})\n{dst} = Cast<to: int = 1>({dst}_b16)"
+
+
+def rms_norm(x: str, gamma: str, eps: float, dst: str) -> str:
+    """RMS norm over the last axis in FP32."""
+    return f"{dst} = RMSNormalization<axis: int = -1, epsilon: float = {eps!r}, stash_type: int = 1>({x}, {gamma})"
+
+
+def matmul(x: str, w: str, dst: str, scheme: str) -> str:
+    """``dst = x @ w.T`` under a weight scheme; for w8a8 `w` is int8 codes and ``<w>_scale`` their scales [N]."""
+    if scheme != "w8a8":
+        return f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})\n{dst} = MatMul({x}, {dst}_wt)"
+    return "\n".join(
+        (
+            f"{dst}_abs = Abs({x})",
+            f"{dst}_ax = Constant<value_ints: ints = [-1]>()",
+            f"{dst}_max = ReduceMax<keepdims: int = 1>({dst}_abs, {dst}_ax)",
+            f"{dst}_127 = Constant<value_float: float = 127.0>()",
+            f"{dst}_one = Constant<value_float: float = 1.0>()",
+            f"{dst}_zero = Constant<value_float: float = 0.0>()",
+            f"{dst}_tiny = Constant<value_float: float = 1.1754943508222875e-38>()",
+            f"{dst}_s0 = Div({dst}_max, {dst}_127)",
+            f"{dst}_s1 = Max({dst}_s0, {dst}_tiny)",
+            f"{dst}_isz = Equal({dst}_max, {dst}_zero)",
+            f"{dst}_s = Where({dst}_isz, {dst}_one, {dst}_s1)",
+            f"{dst}_q0 = Div({x}, {dst}_s)",
+            f"{dst}_q1 = Round({dst}_q0)",
+            f"{dst}_n127 = Neg({dst}_127)",
+            f"{dst}_q2 = Clip({dst}_q1, {dst}_n127, {dst}_127)",
+            f"{dst}_q = Cast<to: int = 3>({dst}_q2)",
+            f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})",
+            f"{dst}_i = MatMulInteger({dst}_q, {dst}_wt)",
+            f"{dst}_f = Cast<to: int = 1>({dst}_i)",
+            f"{dst}_fa = Mul({dst}_f, {dst}_s)",
+            f"{dst} = Mul({dst}_fa, {w}_scale)",
+        )
+    )
+
+
+def activation(kind: str, x: str, dst: str) -> str:
+    """An activation in FP32: silu, gelu or gelu_tanh."""
+    if kind == "silu":
+        return f"{dst}_sg = Sigmoid({x})\n{dst} = Mul({x}, {dst}_sg)"
+    approx = "tanh" if kind == "gelu_tanh" else "none"
+    return f'{dst} = Gelu<approximate: string = "{approx}">({x})'
+
+
+def weight_formals(names: tuple[str, ...], schemes: tuple[str, ...]) -> tuple[str, ...]:
+    """Formal inputs of the weights: each name, followed by its scale under w8a8."""
+    out: list[str] = []
+    for n, s in zip(names, schemes, strict=True):
+        out.append(n)
+        if s == "w8a8":
+            out.append(f"{n}_scale")
+    return tuple(out)

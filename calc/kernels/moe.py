@@ -1,0 +1,234 @@
+"""Mixture of experts: norm, router, top-k, the routed experts and the residual in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
+from calc.kernels.base import (
+    Attr,
+    Call,
+    Constraint,
+    Example,
+    Kernel,
+    Numerics,
+    Work,
+    activation,
+    rms_norm,
+    store,
+    weight_formals,
+)
+from calc.kernels.emit import Reg, View, dense
+from calc.kernels.glu import emit_glu
+from calc.kernels.lowering import Act, drain
+
+if TYPE_CHECKING:
+    from calc.kernels.lowering import Lowering
+
+
+def top_k_fits(call: Call) -> str | None:
+    """1 <= top_k <= experts."""
+    k, e = call.int("top_k"), call.shape("gate")[0]
+    return None if 1 <= k <= e else f"top_k {k} of {e} experts"
+
+
+class Moe(Kernel):
+    """``y = [residual +] sum_j p_j * expert_j(norm(x))`` over the top_k experts of the router's softmax.
+
+    x, residual and y [B, S, H], router [E, H], gate and up [E, I, H], down [E, H, I]. The router's logits, softmax and
+    weights are FP32; with norm_topk the chosen weights are divided by their sum. Each expert is a GLU whose hidden
+    values are rounded to BF16 once; expert outputs are weighted and summed in FP32, and rounded once.
+
+    Decode walks the (token, choice) pairs and loads the routed experts only: the program reads the expert's id from
+    SRAM and addresses its tiles with it. Prefill sorts the pairs by expert and visits each expert that has any.
+    Attributes of a call: norm, eps, act, top_k, norm_topk, add.
+    """
+
+    name = "Moe"
+    constraints: tuple[Constraint, ...] = (top_k_fits,)
+
+    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        ins = ["x", *(["gamma"] if attrs["norm"] else [])]
+        ins += weight_formals(self.weights(attrs), self.schemes(attrs))
+        return (*ins, *(["residual"] if attrs["add"] else [])), ("y",)
+
+    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return ("router", "gate", "up", "down")
+
+    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        lines, src = [], "x"
+        schemes = dict(zip(self.weights(attrs), self.schemes(attrs), strict=True))
+        if attrs["norm"]:
+            lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
+            src = "xr"
+        lines += [
+            f"flat_shape = Constant<value_ints: ints = [-1, {attrs['hidden']}]>()",
+            f"t = Reshape({src}, flat_shape)",
+            "router_t = Transpose<perm: ints = [1, 0]>(router)",
+            "z = MatMul(t, router_t)",
+            "p = Softmax<axis: int = -1>(z)",
+            f"k = Constant<value_ints: ints = [{attrs['top_k']}]>()",
+            "top, ids = TopK<axis: int = -1>(p, k)",
+            "last = Constant<value_ints: ints = [-1]>()",
+            "total = ReduceSum<keepdims: int = 1>(top, last)",
+            "w = Div(top, total)" if attrs["norm_topk"] else "w = Identity(top)",
+            "p_zero = Sub(p, p)",
+            "dense_w = ScatterElements<axis: int = 1>(p_zero, ids, w)",
+            "dense_t = Transpose<perm: ints = [1, 0]>(dense_w)",
+            "w_col = Unsqueeze(dense_t, last)",
+            "lead = Constant<value_ints: ints = [0]>()",
+            "tb = Unsqueeze(t, lead)",
+            *_batched("tb", "gate", "g", schemes["gate"]),
+            *_batched("tb", "up", "u", schemes["up"]),
+            activation(str(attrs["act"]), "g", "ga"),
+            "gu = Mul(ga, u)",
+            store("gu", "h", numerics),
+            *_batched("h", "down", "o", schemes["down"]),
+            "ow = Mul(o, w_col)",
+            "s = ReduceSum<keepdims: int = 0>(ow, lead)",
+            "xs = Shape(x)",
+            "back = Reshape(s, xs)",
+            "sum = Add(back, residual)" if attrs["add"] else "sum = Identity(back)",
+            store("sum", "y", numerics),
+        ]
+        return "\n".join(lines)
+
+    def work(self, call: Call, rows: int, context: int) -> Work:
+        e, i, h = call.shape("gate")
+        k = call.int("top_k")
+        active = min(e, rows * k)
+        return Work(rows * (e * h + k * 3 * i * h), rows * (e + k * (2 * i + h)), (e * h + active * 3 * i * h) * 2)
+
+    def lower(self, low: Lowering, call: Call) -> None:
+        em = low.em
+        x = low.act(call.inputs["x"])
+        width = x.width
+        src = x
+        if call.attrs["norm"]:
+            src = low.new(f"{call.name}.normed", width)
+            low.rms_norm(x.view, low.rows, width, low.plain(call, "gamma"), call.float("eps"), src.view)
+        weights, ids = _route(low, call, src)
+        total = low.scratch("total", width)
+        em.fill((low.rows, width), total.view, 0.0)
+        if low.variant.role == "decode":
+            _by_pair(low, call, src, weights, ids, total)
+        else:
+            _by_expert(low, call, src, weights, ids, total)
+        y = low.new(call.outputs[0], width)
+        if call.attrs["add"]:
+            em.vmap(Fn.ADD, (low.rows, width), y.view, total.view, low.act(call.inputs["residual"]).view)
+        else:
+            em.vmap(Fn.COPY, (low.rows, width), y.view, total.view)
+
+    def examples(self) -> tuple[Example, ...]:
+        base: dict[str, Attr] = {"norm": 1, "eps": 1e-5, "act": "silu", "top_k": 2, "norm_topk": 1, "add": 1, "hidden": 64}
+        shapes = {"gamma": (64,), "router": (4, 64), "gate": (4, 48, 64), "up": (4, 48, 64), "down": (4, 64, 48)}
+        return (
+            Example(base, {"x": (1, 9, 64), "residual": (1, 9, 64), **shapes}),
+            Example({**base, "norm_topk": 0}, {"x": (1, 1, 64), "residual": (1, 1, 64), **shapes}),
+            Example({**base, "top_k": 1, "norm_topk": 0}, {"x": (1, 33, 64), "residual": (1, 33, 64), **shapes}),
+        )
+
+
+def _batched(x: str, w: str, dst: str, scheme: str) -> list[str]:
+    """``dst[e] = x[e] @ w[e].T`` for all experts at once; w8a8 quantizes the rows of x."""
+    lines = [f"{dst}_wt = Transpose<perm: ints = [0, 2, 1]>({w})"]
+    if scheme != "w8a8":
+        return [*lines, f"{dst} = MatMul({x}, {dst}_wt)"]
+    return [
+        f"{dst}_abs = Abs({x})",
+        f"{dst}_ax = Constant<value_ints: ints = [-1]>()",
+        f"{dst}_max = ReduceMax<keepdims: int = 1>({dst}_abs, {dst}_ax)",
+        f"{dst}_127 = Constant<value_float: float = 127.0>()",
+        f"{dst}_one = Constant<value_float: float = 1.0>()",
+        f"{dst}_zero = Constant<value_float: float = 0.0>()",
+        f"{dst}_tiny = Constant<value_float: float = 1.1754943508222875e-38>()",
+        f"{dst}_s0 = Div({dst}_max, {dst}_127)",
+        f"{dst}_s1 = Max({dst}_s0, {dst}_tiny)",
+        f"{dst}_isz = Equal({dst}_max, {dst}_zero)",
+        f"{dst}_s = Where({dst}_isz, {dst}_one, {dst}_s1)",
+        f"{dst}_q0 = Div({x}, {dst}_s)",
+        f"{dst}_q1 = Round({dst}_q0)",
+        f"{dst}_qd = Cast<to: int = 11>({dst}_q1)",
+        *lines,
+        f"{dst}_wd = Cast<to: int = 11>({dst}_wt)",
+        f"{dst}_id = MatMul({dst}_qd, {dst}_wd)",
+        f"{dst}_f = Cast<to: int = 1>({dst}_id)",
+        f"{dst}_fa = Mul({dst}_f, {dst}_s)",
+        f"{dst}_mid = Constant<value_ints: ints = [1]>()",
+        f"{dst}_ws = Unsqueeze({w}_scale, {dst}_mid)",
+        f"{dst} = Mul({dst}_fa, {dst}_ws)",
+    ]
+
+
+def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
+    """Router, softmax and top-k: (weights f32 [rows, k], ids i32 [rows, k]), dense."""
+    em, w, k = low.em, low.packed(call, "router"), call.int("top_k")
+    experts = w.layout.rows
+    z = low.scratch("router", experts)
+    drain(low.linear(w, x.view, low.rows, z.view))
+    stat = em.sram("router_stat", 4 * low.max_rows)
+    sv = View(stat, DType.F32, (4,))
+    dims, wide = (low.rows, experts), sv.stepped(4, 0)
+    em.vreduce(Red.MAX, dims, sv, z.view)
+    em.vmap(Fn.EXPSUB, dims, z.view, z.view, wide)
+    em.vreduce(Red.SUM, dims, sv, z.view)
+    em.vmap(Fn.DIV, dims, z.view, z.view, wide)
+    weights = dense(em.sram("top_weights", 4 * low.max_rows * k), DType.F32, low.max_rows, k)
+    ids = dense(em.sram("top_ids", 4 * low.max_rows * k), DType.I32, low.max_rows, k)
+    em.op(Op.VTOPK, Engine.VEC, dims, imm=(k,), dst=weights, a=z.view, d=ids)
+    if call.attrs["norm_topk"]:
+        em.vreduce(Red.SUM, (low.rows, k), sv, weights)
+        em.vmap(Fn.DIV, (low.rows, k), weights, weights, wide)
+    return weights, ids
+
+
+def _expert(low: Lowering, call: Call, x: View, rows: int | Reg, h: Act, out: Act, expert: Reg, max_rows: int) -> None:
+    """One expert's GLU and down projection: out f32 [rows, H]."""
+    gate, up, down = (low.packed(call, n) for n in ("gate", "up", "down"))
+    emit_glu(low, gate, up, x, rows, h.view, call.str("act"), max_rows, expert)
+    drain(low.linear(down, h.view, rows, out.view, expert=expert, max_rows=max_rows))
+
+
+def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
+    """Decode: token by token, choice by choice."""
+    em, k, width = low.em, call.int("top_k"), x.width
+    experts = call.shape("gate")[0]
+    h = low.scratch("hidden", call.shape("gate")[1], DType.BF16, 1)
+    out = low.scratch("expert", width, DType.F32, 1)
+    with em.loop(low.variant.batch) as token, em.loop(k) as j:
+        expert = em.alu(Alu.MIN, em.sload(ids.stepped(4).at(0, (token, 4 * k), (j, 4)), (1, j, None, 1)), experts - 1)
+        row = x.view.at(0, (token, x.row_bytes))
+        _expert(low, call, row, 1, h, out, expert, 1)
+        acc = total.view.at(0, (token, total.row_bytes))
+        weight = weights.at(0, (token, 4 * k), (j, 4)).stepped(0, 0)
+        em.vmap(Fn.MADD, (1, width), acc, out.view, weight, acc)
+
+
+def _by_expert(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
+    """Prefill: pairs sorted by expert, experts without any skipped."""
+    em, k, width = low.em, call.int("top_k"), x.width
+    experts, inter = call.shape("gate")[0], call.shape("gate")[1]
+    n = low.max_rows
+    order = dense(em.sram("order", 4 * n * k), DType.I32, n * k)
+    offsets = dense(em.sram("offsets", 4 * (experts + 1)), DType.I32, experts + 1)
+    rows = low.rows if isinstance(low.rows, Reg) else em.const(low.rows)
+    pairs = em.alu(Alu.MUL, rows, k)
+    em.op(Op.VBUCKET, Engine.VEC, (pairs,), imm=(experts,), dst=order, a=ids.stepped(4), d=offsets)
+    gathered = low.scratch("gathered", width, DType.BF16)
+    h = low.scratch("hidden", inter, DType.BF16)
+    out = low.scratch("expert", width)
+    flat_weights = weights.stepped(4)
+    with em.loop(experts) as e:
+        following = em.alu(Alu.ADD, e, 1)
+        first = em.sload(offsets.at(0, (e, 4)), (k, e, rows, experts))
+        end = em.sload(offsets.at(4, (e, 4)), (k, following, rows, experts))
+        count = em.alu(Alu.SUB, end, first)
+        with em.loop(em.alu(Alu.MIN, count, 1)):
+            chosen = order.at(0, (first, 4))
+            em.op(Op.VGATHER, Engine.VEC, (count, width), imm=(k, n), dst=gathered.view, a=x.view, b=chosen)
+            _expert(low, call, gathered.view, count, h, out, e, n)
+            em.op(
+                Op.VSCATTER, Engine.VEC, (count, width), imm=(k, n), dst=total.view, a=out.view, b=chosen, d=flat_weights
+            )

@@ -1,0 +1,130 @@
+"""Rotary position embedding of queries and keys, with the per-head norms before it fused in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op
+from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, rms_norm, store
+from calc.kernels.emit import View, dense
+
+if TYPE_CHECKING:
+    from calc.kernels.lowering import Act, Lowering
+
+
+def rotary_width(call: Call) -> str | None:
+    """The rotated part of a head is even and no wider than the head."""
+    r, d = 2 * call.shape("cos")[1], call.int("head_dim")
+    return None if r <= d else f"rotates {r} of {d} elements"
+
+
+class QkNormRope(Kernel):
+    """``q' = rope(norm(q))``, ``k' = rope(norm(k))`` head by head, at positions ``past .. past + S - 1``.
+
+    q [B, S, heads * D], k [B, S, kv_heads * D], gammas [D], cos and sin tables f32 [C, R/2], past int64 [B].
+    Pairs are (i, i + R/2), or neighbours when interleaved; elements past R pass unrotated. FP32 from the norm to the
+    rotation, rounded once at the store.
+    """
+
+    name = "QkNormRope"
+    constraints: tuple[Constraint, ...] = (rotary_width,)
+
+    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        norms = ("q_gamma", "k_gamma") if attrs["norm"] else ()
+        return ("q", "k", *norms, "cos", "sin", "past"), ("qr", "kr")
+
+    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return ()
+
+    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        d = attrs["head_dim"]
+        lines = [
+            "past_col_ax = Constant<value_ints: ints = [1]>()",
+            "past_col = Unsqueeze(past, past_col_ax)",
+            "shape = Shape(q)",
+            "one = Constant<value_int: int = 1>()",
+            "zero = Constant<value_int: int = 0>()",
+            "seq = Gather<axis: int = 0>(shape, one)",
+            "steps = Range(zero, seq, one)",
+            "positions = Add(past_col, steps)",
+        ]
+        for x, heads in (("q", attrs["heads"]), ("k", attrs["kv_heads"])):
+            lines += [
+                f"{x}_split = Constant<value_ints: ints = [0, 0, {heads}, {d}]>()",
+                f"{x}_heads = Reshape({x}, {x}_split)",
+            ]
+            src = f"{x}_heads"
+            if attrs["norm"]:
+                lines.append(rms_norm(src, f"{x}_gamma", float(attrs["eps"]), f"{x}_normed"))  # type: ignore[arg-type]
+                src = f"{x}_normed"
+            rotary = int(attrs["rotary_dim"])  # type: ignore[arg-type]
+            lines += [
+                f"{x}_t = Transpose<perm: ints = [0, 2, 1, 3]>({src})",
+                f"{x}_rot = RotaryEmbedding<interleaved: int = {attrs['interleaved']}, rotary_embedding_dim: int = "
+                f"{0 if rotary == d else rotary}>({x}_t, cos, sin, positions)",
+                f"{x}_back = Transpose<perm: ints = [0, 2, 1, 3]>({x}_rot)",
+                f"{x}_join = Constant<value_ints: ints = [0, 0, -1]>()",
+                f"{x}_flat = Reshape({x}_back, {x}_join)",
+                store(f"{x}_flat", f"{x}r", numerics),
+            ]
+        return "\n".join(lines)
+
+    def work(self, call: Call, rows: int, context: int) -> Work:
+        width = call.shape("q")[-1] + call.shape("k")[-1]
+        return Work(0, rows * width * (3 if call.attrs["norm"] else 1), 0)
+
+    def lower(self, low: Lowering, call: Call) -> None:
+        cos, sin = low.rope_table(call, "cos"), low.rope_table(call, "sin")
+        for i, (x, heads) in enumerate((("q", call.int("heads")), ("k", call.int("kv_heads")))):
+            src = low.act(call.inputs[x])
+            dst = low.new(call.outputs[i], src.width)
+            _rotate(low, call, src, dst, heads, (cos, sin), f"{x}_gamma" if call.attrs["norm"] else None)
+
+    def examples(self) -> tuple[Example, ...]:
+        base: dict[str, Attr] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "norm": 0, "eps": 0.0, "interleaved": 0, "rotary_dim": 16}
+        shapes = {"q": (1, 7, 64), "k": (1, 7, 32), "cos": (40, 8), "sin": (40, 8), "past": (1,)}
+        return (
+            Example(base, shapes, {"past": [3]}),
+            Example(
+                {**base, "norm": 1, "eps": 1e-6, "interleaved": 1},
+                {**shapes, "q_gamma": (16,), "k_gamma": (16,)},
+                {"past": [0]},
+            ),
+            Example({**base, "rotary_dim": 8}, {**shapes, "cos": (40, 4), "sin": (40, 4)}, {"past": [20]}),
+        )
+
+
+def _rotate(
+    low: Lowering, call: Call, src: Act, dst: Act, heads: int, tables: tuple[Act, Act], gamma: str | None
+) -> None:
+    em, d, rotary = low.em, call.int("head_dim"), call.int("rotary_dim")
+    x = src.heads(d)
+    if gamma is not None:
+        scale = low.row_scale(x, (low.rows, heads), d, call.float("eps"))
+        g = em.constant(low.plain(call, gamma), "gamma")
+        normed = low.scratch("normed", src.width)
+        wide = dense(scale, DType.F32, low.max_rows, heads)
+        em.vmap(
+            Fn.MUL3, (low.rows, heads, d), normed.heads(d), x, wide.stepped(*wide.steps, 0), View(g, DType.F32, (0, 0, 4))
+        )
+        x = normed.heads(d)
+    y = dst.heads(d)
+    size, out = ITEMSIZE[x.dtype], ITEMSIZE[y.dtype]
+    half = rotary // 2
+    pair, pair_out = (2, 1), (2, 1)
+    if not call.attrs["interleaved"]:
+        pair = pair_out = (1, half)
+    cos, sin = tables
+    em.op(
+        Op.VCMUL,
+        Engine.VEC,
+        (low.rows, heads, half),
+        imm=(pair[1] * size, pair_out[1] * out),
+        dst=y.stepped(y.steps[0], y.steps[1], pair_out[0] * out),
+        a=x.stepped(x.steps[0], x.steps[1], pair[0] * size),
+        b=View(cos.buf, DType.F32, (cos.row_bytes, 0, 4)),
+        d=View(sin.buf, DType.F32, (sin.row_bytes, 0, 4)),
+    )
+    if rotary < d:
+        em.vmap(Fn.COPY, (low.rows, heads, d - rotary), y.at(rotary * out), x.at(rotary * size))

@@ -1,0 +1,47 @@
+"""RMS norm on its own, with the residual after it fused in (Gemma's post-norms)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, rms_norm, store
+
+if TYPE_CHECKING:
+    from calc.kernels.lowering import Lowering
+
+
+class RmsNorm(Kernel):
+    """``y = [residual +] x * rsqrt(mean(x^2) + eps) * gamma``; x, residual and y [B, S, H], gamma [H]."""
+
+    name = "RmsNorm"
+
+    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("x", "gamma", "residual") if attrs["add"] else ("x", "gamma"), ("y",)
+
+    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return ()
+
+    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        lines = [rms_norm("x", "gamma", float(attrs["eps"]), "xn")]  # type: ignore[arg-type]
+        src = "xn"
+        if attrs["add"]:
+            lines.append("xa = Add(xn, residual)")
+            src = "xa"
+        return "\n".join((*lines, store(src, "y", numerics)))
+
+    def work(self, call: Call, rows: int, context: int) -> Work:
+        width = call.shape("x")[-1]
+        return Work(0, rows * width * 2, width * 4)
+
+    def lower(self, low: Lowering, call: Call) -> None:
+        x = low.act(call.inputs["x"])
+        y = low.new(call.outputs[0], x.width)
+        d = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
+        low.rms_norm(x.view, low.rows, x.width, low.plain(call, "gamma"), call.float("eps"), y.view, d)
+
+    def examples(self) -> tuple[Example, ...]:
+        return (
+            Example({"add": 0, "eps": 1e-6}, {"x": (1, 5, 48), "gamma": (48,)}),
+            Example({"add": 1, "eps": 1e-5}, {"x": (1, 9, 341), "gamma": (341,), "residual": (1, 9, 341)}),
+        )

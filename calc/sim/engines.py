@@ -1,0 +1,400 @@
+"""What each data instruction does, as a closure over decoded operands. One body for fast and strict.
+
+The arithmetic is the numerics contract's: operands are widened to FP32, results rounded once at the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calc.core.errors import InternalError
+from calc.core.isa import Flag, Fn, Op, Red, Tile
+from calc.core.numerics import quant_rows_int8
+from calc.sim.memory import INT8_EXACT_K, Access, Regs, TileSpec
+from calc.sim.program import Ins
+
+Run = Callable[[Regs], None]
+Shape = Callable[[Regs], tuple[int, ...]]
+F = NDArray[np.float32]
+
+SQRT_HALF = np.float32(0.7071067811865476)
+GELU_C = np.float32(0.7978845608028654)
+F32 = np.float32
+
+
+def wide(x: NDArray[np.generic]) -> F:
+    """FP32 values of an operand."""
+    return x if x.dtype == np.float32 else x.astype(np.float32)  # type: ignore[return-value]
+
+
+def _erf(x: F) -> F:
+    # Abramowitz and Stegun 7.1.26 is too coarse (1.5e-7 absolute); the C library's is exact to an ulp
+    from math import erf
+
+    flat = np.array([erf(v) for v in x.astype(np.float64).ravel().tolist()], np.float64)
+    return flat.reshape(x.shape).astype(np.float32)
+
+
+def _sigmoid(x: F) -> F:
+    with np.errstate(over="ignore"):
+        return np.asarray(F32(1) / (F32(1) + np.exp(-x)), dtype=np.float32)
+
+
+def _gelu_tanh(x: F) -> F:
+    return np.asarray(F32(0.5) * x * (F32(1) + np.tanh(GELU_C * (x + F32(0.044715) * x * x * x))), dtype=np.float32)
+
+
+UNARY: dict[int, Callable[[F, np.float32, np.float32], F]] = {
+    Fn.COPY: lambda a, f0, f1: a,
+    Fn.AFFINE: lambda a, f0, f1: a * f0 + f1,
+    Fn.EXP: lambda a, f0, f1: np.exp(a),
+    Fn.RSQRT: lambda a, f0, f1: F32(1) / np.sqrt(a * f0 + f1),
+    Fn.TANH: lambda a, f0, f1: np.tanh(a),
+    Fn.SIGMOID: lambda a, f0, f1: _sigmoid(a),
+    Fn.SILU: lambda a, f0, f1: a * _sigmoid(a),
+    Fn.GELU: lambda a, f0, f1: F32(0.5) * a * (F32(1) + _erf(a * SQRT_HALF)),
+    Fn.GELU_TANH: lambda a, f0, f1: _gelu_tanh(a),
+}
+BINARY: dict[int, Callable[[F, F], F]] = {
+    Fn.ADD: np.add,
+    Fn.SUB: np.subtract,
+    Fn.MUL: np.multiply,
+    Fn.DIV: np.divide,
+    Fn.MAX: np.maximum,
+    Fn.EXPSUB: lambda a, b: np.exp(a - b),
+}
+TERNARY: dict[int, Callable[[F, F, F], F]] = {
+    Fn.MUL3: lambda a, b, d: a * b * d,
+    Fn.MADD: lambda a, b, d: a * b + d,
+}
+REDUCE: dict[int, Callable[[F], F]] = {
+    Red.MAX: lambda a: a.max(axis=-1),
+    Red.SUM: lambda a: a.sum(axis=-1),
+    Red.SUMSQ: lambda a: np.einsum("...k,...k->...", a, a),
+}
+
+
+def _shape(ins: Ins) -> Shape:
+    if all(r < 0 for _, r in ins.dims):
+        fixed = tuple(c for c, _ in ins.dims)
+        return lambda regs: fixed
+    return ins.shape
+
+
+def _copy(ins: Ins, mem: Any) -> Run:
+    dst, src, shape = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), _shape(ins)
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        data = src(regs, s)
+        dst(regs, s)[...] = data
+
+    return run
+
+
+def _load(ins: Ins, mem: Any) -> Run:
+    if ins.flags & Flag.TILE:
+        return mem.load_tile(ins.operands["dst"], ins.operands["a"], ins.dims[0][0])  # type: ignore[no-any-return]
+    return _copy(ins, mem)
+
+
+def _gather_rows(ins: Ins, mem: Any) -> Run:
+    table, index = mem.read(ins.operands["a"]), mem.read(ins.operands["b"])
+    dst, shape, limit = mem.write(ins.operands["dst"]), _shape(ins), ins.imm[0]
+
+    def run(regs: Regs) -> None:
+        rows, width = shape(regs)
+        ids = index(regs, (rows,))
+        mem.check_index(ids, limit)
+        data = table(regs, (limit, width))[ids]
+        dst(regs, (rows, width))[...] = data
+
+    return run
+
+
+def _vmap(ins: Ins, mem: Any) -> Run:
+    shape, fn = _shape(ins), ins.sub
+    dst = mem.write(ins.operands["dst"])
+    f0, f1 = F32(ins.fimm[0]), F32(ins.fimm[1])
+    if fn == Fn.FILL:
+
+        def fill(regs: Regs) -> None:
+            dst(regs, shape(regs))[...] = f1
+
+        return fill
+    a = mem.read(ins.operands["a"])
+    if fn in UNARY:
+        unary = UNARY[fn]
+
+        def run1(regs: Regs) -> None:
+            s = shape(regs)
+            r = unary(wide(a(regs, s)), f0, f1)
+            dst(regs, s)[...] = r
+
+        return run1
+    b = mem.read(ins.operands["b"])
+    if fn in BINARY:
+        binary = BINARY[fn]
+
+        def run2(regs: Regs) -> None:
+            s = shape(regs)
+            r = binary(wide(a(regs, s)), wide(b(regs, s)))
+            dst(regs, s)[...] = r
+
+        return run2
+    d, ternary = mem.read(ins.operands["d"]), TERNARY[fn]
+
+    def run3(regs: Regs) -> None:
+        s = shape(regs)
+        r = ternary(wide(a(regs, s)), wide(b(regs, s)), wide(d(regs, s)))
+        dst(regs, s)[...] = r
+
+    return run3
+
+
+def _vreduce(ins: Ins, mem: Any) -> Run:
+    shape, fn = _shape(ins), REDUCE[ins.sub]
+    dst, a = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        r = fn(wide(a(regs, s)))
+        dst(regs, s[:-1])[...] = r
+
+    return run
+
+
+def _vcmul(ins: Ins, mem: Any) -> Run:
+    shape = _shape(ins)
+    ops = ins.operands
+    x, y = mem.read(ops["a"]), mem.write(ops["dst"])
+    x2 = mem.read(mem.moved(ops["a"], ins.imm[0]))
+    y2 = mem.write(mem.moved(ops["dst"], ins.imm[1]))
+    cos, sin = mem.read(ops["b"]), mem.read(ops["d"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        re, im = wide(x(regs, s)), wide(x2(regs, s))
+        c, sn = cos(regs, s), sin(regs, s)
+        r, i = re * c - im * sn, re * sn + im * c
+        y(regs, s)[...] = r
+        y2(regs, s)[...] = i
+
+    return run
+
+
+def _vband(ins: Ins, mem: Any) -> Run:
+    shape, fill = _shape(ins), F32(ins.fimm[0])
+    dst, a = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"])
+    axis, reg, width = ins.imm[0], ins.imm[1], ins.imm[2]
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        ahead = np.arange(s[axis])[:, None] + regs[reg] - np.arange(s[-1])[None, :]
+        keep = (ahead >= 0) & (ahead < width)
+        view = [1] * len(s)
+        view[axis], view[-1] = s[axis], s[-1]
+        r = np.where(keep.reshape(view), a(regs, s), fill)
+        dst(regs, s)[...] = r
+
+    return run
+
+
+def _vquant(ins: Ins, mem: Any) -> Run:
+    shape = _shape(ins)
+    dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        codes, scale = quant_rows_int8(wide(a(regs, s)))
+        dst(regs, s)[...] = codes
+        d(regs, s[:-1])[...] = scale
+
+    return run
+
+
+def _vtopk(ins: Ins, mem: Any) -> Run:
+    shape, k = _shape(ins), ins.imm[0]
+    dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        x = a(regs, s)
+        ids = np.argsort(-x, axis=-1, kind="stable")[..., :k].astype(np.int32)
+        values = np.take_along_axis(x, ids, axis=-1)
+        dst(regs, (*s[:-1], k))[...] = values
+        d(regs, (*s[:-1], k))[...] = ids
+
+    return run
+
+
+def _vbucket(ins: Ins, mem: Any) -> Run:
+    shape, buckets = _shape(ins), ins.imm[0]
+    dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        keys = a(regs, s)
+        mem.check_index(keys, buckets)
+        order = np.argsort(keys, kind="stable").astype(np.int32)
+        offsets = np.zeros(buckets + 1, np.int32)
+        np.cumsum(np.bincount(keys, minlength=buckets), out=offsets[1:])
+        dst(regs, s)[...] = order
+        d(regs, (buckets + 1,))[...] = offsets
+
+    return run
+
+
+def _vgather(ins: Ins, mem: Any) -> Run:
+    shape, div, limit = _shape(ins), ins.imm[0], ins.imm[1]
+    dst, a, b = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.read(ins.operands["b"])
+
+    def run(regs: Regs) -> None:
+        rows, width = shape(regs)
+        ids = b(regs, (rows,)) // div
+        mem.check_index(ids, limit)
+        top = int(ids.max()) + 1 if rows else 0
+        data = a(regs, (top, width))[ids]
+        dst(regs, (rows, width))[...] = data
+
+    return run
+
+
+def _vscatter(ins: Ins, mem: Any) -> Run:
+    shape, div, limit = _shape(ins), ins.imm[0], ins.imm[1]
+    ops = ins.operands
+    dst, a, b, d = mem.update(ops["dst"]), mem.read(ops["a"]), mem.read(ops["b"]), mem.read(ops["d"])
+
+    def run(regs: Regs) -> None:
+        rows, width = shape(regs)
+        pairs = b(regs, (rows,))
+        ids = pairs // div
+        mem.check_index(ids, limit)
+        if not rows:
+            return
+        weights = d(regs, (int(pairs.max()) + 1,))[pairs]
+        target = dst(regs, (int(ids.max()) + 1, width))
+        # a token meets an expert once, so the rows of one call are distinct
+        target[ids] += wide(a(regs, (rows, width))) * weights[:, None]
+
+    return run
+
+
+def _exact_int8(a: F, b: F) -> F:
+    """Products of int8 codes summed exactly in int32, as FP32 (rounded once)."""
+    k = a.shape[1]
+    if k <= INT8_EXACT_K:
+        return a @ b.T
+    total = np.zeros((a.shape[0], b.shape[0]), np.int32)
+    for i in range(0, k, INT8_EXACT_K):
+        total += (a[:, i : i + INT8_EXACT_K] @ b[:, i : i + INT8_EXACT_K].T).astype(np.int32)
+    return total.astype(np.float32)
+
+
+def _gemm_packed(ins: Ins, mem: Any) -> Run:
+    ops, shape = ins.operands, _shape(ins)
+    n, k = ins.dims[3][0], ins.dims[4][0]
+    spec = TileSpec(
+        ins.tile, n, k, ops["b"].steps[1], ins.imm[0], ins.imm[1], bool(ins.flags & Flag.BIAS), ins.imm[2], ins.imm[3]
+    )
+    tile = mem.tile(ops["b"], spec)
+    a, dst = mem.read(ops["a"]), mem.write(ops["dst"])
+    addend = mem.read(ops["d"]) if ins.flags & Flag.ADDEND else None
+    row_scale = mem.read(ops["e"]) if "e" in ops else None
+    is_int8 = ins.tile == Tile.W8
+
+    def run(regs: Regs) -> None:
+        h, i, g, _, _ = shape(regs)
+        w = tile(regs)
+        x = wide(a(regs, (h, i, g, k)).reshape(i, k))
+        if is_int8:
+            assert row_scale is not None and w.row_scale is not None
+            out = _exact_int8(x, w.values) * row_scale(regs, (h, i)).reshape(i, 1) * w.row_scale
+        else:
+            out = x @ w.values.T
+        if w.bias is not None:
+            out = out + w.bias
+        if addend is not None:
+            out = out + wide(addend(regs, (h, i, g, n)).reshape(i, n))
+        dst(regs, (h, i, g, n))[...] = out.reshape(h, i, g, n)
+
+    return run
+
+
+def _gemm(ins: Ins, mem: Any) -> Run:
+    if ins.flags & Flag.PACKED:
+        return _gemm_packed(ins, mem)
+    ops, shape = ins.operands, _shape(ins)
+    a, b = mem.read(ops["a"]), mem.read(ops["b"])
+    acc = bool(ins.flags & Flag.ACC)
+    dst = mem.update(ops["dst"]) if acc else mem.write(ops["dst"])
+    alpha = F32(ins.fimm[0])
+
+    def run(regs: Regs) -> None:
+        h, i, g, n, k = shape(regs)
+        x = wide(a(regs, (h, i, g, k))).reshape(h, i * g, k)
+        w = wide(b(regs, (h, n, k)))
+        out = np.matmul(x, w.transpose(0, 2, 1))
+        if alpha != 1:
+            out *= alpha
+        target = dst(regs, (h, i, g, n))
+        if acc:
+            target += out.reshape(h, i, g, n)
+        else:
+            target[...] = out.reshape(h, i, g, n)
+
+    return run
+
+
+def _send(ins: Ins, mem: Any) -> Run:
+    src, shape, peer = mem.read(ins.operands["a"]), _shape(ins), ins.imm[0]
+
+    def run(regs: Regs) -> None:
+        mem.link_out(peer).append(src(regs, shape(regs)).copy())
+
+    return run
+
+
+def _recv(ins: Ins, mem: Any) -> Run:
+    dst, shape, peer = mem.write(ins.operands["dst"]), _shape(ins), ins.imm[0]
+
+    def run(regs: Regs) -> None:
+        dst(regs, shape(regs))[...] = mem.link_in(peer).popleft()
+
+    return run
+
+
+HANDLERS: dict[int, Callable[[Ins, Any], Run]] = {
+    Op.LOAD: _load,
+    Op.STORE: _copy,
+    Op.LOADG: _gather_rows,
+    Op.SEND: _send,
+    Op.RECV: _recv,
+    Op.GEMM: _gemm,
+    Op.VMAP: _vmap,
+    Op.VREDUCE: _vreduce,
+    Op.VCMUL: _vcmul,
+    Op.VBAND: _vband,
+    Op.VQUANT: _vquant,
+    Op.VTOPK: _vtopk,
+    Op.VBUCKET: _vbucket,
+    Op.VGATHER: _vgather,
+    Op.VSCATTER: _vscatter,
+}
+
+
+def compile_instruction(ins: Ins, mem: Any) -> Run:
+    """The closure that executes a data instruction on a memory.
+
+    Raises:
+        InternalError: an opcode without a handler (the reader refuses such programs).
+    """
+    try:
+        return HANDLERS[ins.op](ins, mem)
+    except KeyError as e:
+        raise InternalError(f"no handler for opcode {ins.op}") from e
+

@@ -1,0 +1,83 @@
+"""A program made ready to run: records as plain Python values, loops matched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calc.core.errors import Problem, RuntimeFault
+from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, Flag, Op, Space
+from calc.sim.memory import Operand
+
+RANK = 4
+"""`imm` slot that holds the number of dimensions of LOAD, STORE and vector records."""
+
+
+@dataclass(frozen=True)
+class Ins:
+    """One decoded record. `dims` holds (constant, register or -1)."""
+
+    pc: int
+    op: int
+    engine: int
+    sub: int
+    tile: int
+    flags: int
+    node: int
+    dims: tuple[tuple[int, int], ...]
+    imm: tuple[int, ...]
+    fimm: tuple[float, float]
+    operands: dict[str, Operand]
+
+    def shape(self, regs: list[int]) -> tuple[int, ...]:
+        """Dimensions for the registers' values."""
+        return tuple(c if r < 0 else regs[r] for c, r in self.dims)
+
+
+def decode(records: NDArray[np.void]) -> tuple[list[Ins], list[int]]:
+    """Records to instructions, and for each LOOP and END the index of its partner.
+
+    Raises:
+        RuntimeFault: SIM_BAD_PROGRAM where loops do not match.
+    """
+    out: list[Ins] = []
+    partner = [-1] * len(records)
+    stack: list[int] = []
+    cols = {n: records[n].tolist() for n in ("op", "engine", "sub", "tile", "flags", "node", "dim_regs", "dims", "imm", "fimm")}
+    ops = {}
+    for name in OPERAND_NAMES:
+        o = records[name]
+        ops[name] = (o["space"].tolist(), o["dtype"].tolist(), o["base"].tolist(), o["reg"].tolist(), o["stride"].tolist(), o["step"].tolist())
+    for pc in range(len(records)):
+        operands = {}
+        for name, (space, dtype, base, reg, stride, step) in ops.items():
+            if space[pc] != Space.NONE:
+                terms = tuple((reg[pc][j], stride[pc][j]) for j in range(MAX_TERMS) if reg[pc][j] != NO_REG)
+                operands[name] = Operand(space[pc], dtype[pc], base[pc], terms, tuple(step[pc]))
+        op, regs = cols["op"][pc], cols["dim_regs"][pc]
+        imm = cols["imm"][pc]
+        rank = MAX_DIMS if op == Op.GEMM else imm[RANK] if op >= Op.LOAD else 1
+        dims = tuple((d, d if regs >> j & 1 else -1) for j, d in enumerate(cols["dims"][pc][:rank]))
+        if op == Op.LOOP:
+            stack.append(pc)
+        elif op == Op.END:
+            if not stack:
+                raise RuntimeFault(Problem("SIM_BAD_PROGRAM", f"instruction {pc}", "END without LOOP"))
+            partner[pc] = stack[-1]
+            partner[stack.pop()] = pc
+        out.append(
+            Ins(
+                pc, op, cols["engine"][pc], cols["sub"][pc], cols["tile"][pc], cols["flags"][pc], cols["node"][pc],
+                dims, tuple(imm), tuple(cols["fimm"][pc]), operands,
+            )
+        )
+    if stack:
+        raise RuntimeFault(Problem("SIM_BAD_PROGRAM", f"instruction {stack[-1]}", "LOOP without END"))
+    return out, partner
+
+
+def uses_immediate(ins: Ins) -> bool:
+    """Whether a SALU record's second operand is its immediate."""
+    return bool(ins.flags & Flag.IMM)
