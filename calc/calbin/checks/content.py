@@ -1,0 +1,93 @@
+"""Golden vectors, tokenizer and provenance."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from math import prod
+
+from calc.calbin.codec import Path
+from calc.calbin.layout import HINT
+from calc.calbin.manifest import Array
+from calc.calbin.report import Context
+
+TOKENIZER_FILE = "tokenizer.json"
+"""Name of the tokenizer's file when `model.tokenizer.kind` is ``tokenizers``."""
+
+_LOGITS = re.compile(r"(^|[./])logits($|[./])")
+_KV = re.compile(r"(^|[./])kv\.(\d{1,9})\.(key|value)($|[./])")
+
+
+def check_golden(ctx: Context) -> None:
+    """CALBIN_GOLDEN: tokens and rows exist, arrays have the shapes their names promise."""
+    m = ctx.manifest
+    golden = m.golden
+    if golden is None:
+        return
+    path: Path = ("golden",)
+    for i, token in enumerate(golden.tokens):
+        if token >= m.model.vocab:
+            what = "a golden token is not in the vocabulary"
+            ctx.report.add("CALBIN_GOLDEN", (*path, "tokens", i), what, expected=f"below {m.model.vocab}", got=token)
+    count = len(golden.tokens)
+    if golden.prompt > count:
+        what = "the prompt is longer than the tokens"
+        ctx.report.add("CALBIN_GOLDEN", (*path, "prompt"), what, expected=f"at most {count}", got=golden.prompt)
+    tables = (("logits_rows", golden.logits_rows, count), ("kv_layers", golden.kv_layers, len(m.model.layers)))
+    for name, values, limit in tables:
+        if list(values) != sorted(set(values)) or (values and values[-1] >= limit):
+            what = "rows or layers are out of range, or not in ascending order"
+            ctx.report.add("CALBIN_GOLDEN", (*path, name), what, expected=f"ascending, below {limit}", got=values)
+    for i, array in enumerate(m.arrays):
+        _check_array(ctx, array, ("arrays", i), len(golden.logits_rows), count)
+
+
+def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int) -> None:
+    model = ctx.manifest.model
+    if _LOGITS.search(array.name) and (array.shape != (rows, model.vocab) or array.dtype == "i32"):
+        what = "golden logits have another shape or dtype"
+        ctx.report.add(
+            "CALBIN_GOLDEN",
+            path,
+            what,
+            expected=f"f32 or bf16 {(rows, model.vocab)}",
+            got=f"{array.dtype} {array.shape}",
+        )
+    kv = _KV.search(array.name)
+    if kv is None:
+        return
+    layer = int(kv[2])
+    if layer >= len(model.layers):
+        what = "golden KV of a layer the model lacks"
+        ctx.report.add("CALBIN_GOLDEN", (*path, "name"), what, expected=f"below {len(model.layers)}", got=layer)
+        return
+    spec = model.layers[layer]
+    width = spec.kv_heads * (spec.key_dim if kv[3] == "key" else spec.value_dim)
+    size = prod(array.shape)
+    if size % width or size > width * tokens or array.dtype == "i32":
+        what = "golden KV has another shape or dtype"
+        expected = f"f32 or bf16, rows of {width} for at most {tokens} tokens"
+        ctx.report.add("CALBIN_GOLDEN", path, what, expected=expected, got=f"{array.dtype} {array.shape}")
+
+
+def check_tokenizer(ctx: Context, data: memoryview) -> None:
+    """CALBIN_TOKENIZER: the file is there and is the one the model names; special tokens are in the vocabulary."""
+    m = ctx.manifest
+    files = [f for f in m.files if f.name == TOKENIZER_FILE]
+    if m.model.tokenizer.kind == "tokenizers":
+        if not files:
+            what = "the model has a tokenizer, but the file is missing"
+            ctx.report.add("CALBIN_TOKENIZER", ("files",), what, expected=TOKENIZER_FILE, hint=HINT)
+            return
+        section = ctx.sections[files[0].section]
+        start = section.offset + files[0].offset
+        digest = hashlib.sha256(data[start : start + files[0].nbytes]).hexdigest()
+        if digest != m.model.tokenizer.sha256:
+            what = "the tokenizer's file is not the one the model was compiled with"
+            at: Path = ("model", "tokenizer", "sha256")
+            ctx.report.add("CALBIN_TOKENIZER", at, what, expected=m.model.tokenizer.sha256, got=digest, hint=HINT)
+    tokens = m.model.tokens
+    ids = [*tokens.eos, *(t for t in (tokens.bos, tokens.pad, tokens.unk) if t is not None)]
+    if any(t < 0 for t in ids) or list(tokens.eos) != sorted(set(tokens.eos)):
+        what = "special tokens are negative, or the end tokens not in ascending order"
+        ctx.report.add("CALBIN_TOKENIZER", ("model", "tokens"), what, got=tokens)

@@ -1,0 +1,238 @@
+"""What a host relies on: versions, roles, chips, tensors, KV and golden vectors agree with each other."""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+
+from calc.calbin.codec import Path
+from calc.calbin.layout import DRIVER_VERSION, INT_MAX, MAX_RANK, RUNTIME_VERSION, version_text
+from calc.calbin.manifest import SubModel, TensorDesc
+from calc.calbin.report import Context
+from calc.core.isa import CSR_STRIDE, CSRS, ISA_NAME, ISA_VERSION
+from calc.core.tensors import DTYPES
+
+_NEWER = "install a newer calc, or compile the model again with this one"
+_TYPES = {"prefill": "llm_prefill", "decode": "llm_decode", "encode": "encoder"}
+_MIN_SRAM = 4096
+_MIN_DRAM = 1024 * 1024
+
+
+def check_compatibility(ctx: Context) -> None:
+    """Which versions fit together (R10, R11). Raised as VersionError: CALBIN_ISA, CALBIN_RUNTIME, CALBIN_DRIVER."""
+    c = ctx.manifest.compatibility
+    path: Path = ("compatibility",)
+    isa = f"{c.isa} {version_text(c.isa_version)}"
+    if c.isa != ISA_NAME or c.isa_version[0] != ISA_VERSION[0] or c.isa_version[1] > ISA_VERSION[1]:
+        what = "the programs are for another instruction set"
+        expected = f"{ISA_NAME} {version_text(ISA_VERSION)}"
+        ctx.report.add("CALBIN_ISA", (*path, "isa"), what, expected=expected, got=isa, hint=_NEWER)
+    if c.runtime_min > RUNTIME_VERSION:
+        what = "the artefact needs a newer runtime"
+        got = f"{version_text(RUNTIME_VERSION)} is installed"
+        ctx.report.add(
+            "CALBIN_RUNTIME", (*path, "runtime_min"), what, expected=version_text(c.runtime_min), got=got, hint=_NEWER
+        )
+    if c.driver_min > DRIVER_VERSION:
+        what = "the artefact needs a newer driver"
+        got = f"{version_text(DRIVER_VERSION)} is installed"
+        ctx.report.add(
+            "CALBIN_DRIVER", (*path, "driver_min"), what, expected=version_text(c.driver_min), got=got, hint=_NEWER
+        )
+    ctx.report.raise_version()
+
+
+def check_target(ctx: Context) -> None:
+    """CALBIN_UNITS (R9), CALBIN_TARGET_DIGEST, CALBIN_FORMAT_FIELD, CALBIN_CSR."""
+    m = ctx.manifest
+    for name, value, least in (
+        ("sram_bytes", m.target.sram_bytes, _MIN_SRAM),
+        ("dram_bytes", m.target.dram_bytes, _MIN_DRAM),
+    ):
+        if value < least:
+            what = "a capacity this small is not in bytes (R9)"
+            ctx.report.add("CALBIN_UNITS", ("target", name), what, expected=f"at least {least} bytes", got=value)
+    digest = hashlib.sha256(m.target.toml.encode()).hexdigest()
+    if digest != m.target.digest:
+        what = "the target's text does not have its digest"
+        ctx.report.add("CALBIN_TARGET_DIGEST", ("target", "digest"), what, expected=digest, got=m.target.digest)
+    if m.compatibility.calbin != m.format:
+        what = "the compatibility record names another format version"
+        got = m.compatibility.calbin
+        ctx.report.add("CALBIN_FORMAT_FIELD", ("compatibility", "calbin"), what, expected=m.format, got=got)
+    indices: set[int] = set()
+    for i, csr in enumerate(m.csrs):
+        if csr.name not in CSRS or csr.index != CSRS.index(csr.name) or csr.count > CSR_STRIDE or csr.index in indices:
+            what = "not a CSR array of this instruction set"
+            expected = f"one of {', '.join(f'{n} = {k}' for k, n in enumerate(CSRS))}, at most {CSR_STRIDE} elements"
+            ctx.report.add(
+                "CALBIN_CSR",
+                ("csrs", i),
+                what,
+                expected=expected,
+                got=f"{csr.name} = {csr.index}, {csr.count} elements",
+            )
+        indices.add(csr.index)
+
+
+def check_submodels(ctx: Context) -> None:
+    """CALBIN_ROLE (R1, R4), CALBIN_BATCH and what the checks of one sub-model find."""
+    m = ctx.manifest
+    variants: set[tuple[str, int, int]] = set()
+    for i, sub in enumerate(m.submodels):
+        path: Path = ("submodels", i)
+        if sub.model_type != _TYPES[sub.role]:
+            what = "the model type contradicts the role (R1)"
+            ctx.report.add("CALBIN_ROLE", (*path, "model_type"), what, expected=_TYPES[sub.role], got=sub.model_type)
+        if (sub.role, sub.batch, sub.seq) in variants:
+            what = "two sub-models have the same role, batch and bucket: a host could not choose (R4)"
+            ctx.report.add("CALBIN_ROLE", path, what, got=f"{sub.role}, batch {sub.batch}, seq {sub.seq}")
+        variants.add((sub.role, sub.batch, sub.seq))
+        if sub.role == "decode" and sub.seq != 1:
+            ctx.report.add("CALBIN_ROLE", (*path, "seq"), "a decode sub-model takes one token", expected=1, got=sub.seq)
+        if m.kv.layers and sub.role != "encode" and sub.batch > m.kv.slots:
+            what = "more sequences than the KV cache has slots"
+            ctx.report.add("CALBIN_BATCH", (*path, "batch"), what, expected=f"at most {m.kv.slots}", got=sub.batch)
+        if sub.role != "encode" and sub.seq > m.kv.capacity:
+            what = "the bucket is longer than the KV cache"
+            ctx.report.add("CALBIN_KV", (*path, "seq"), what, expected=f"at most {m.kv.capacity}", got=sub.seq)
+        _check_chips(ctx, sub, path)
+        _check_tensors(ctx, sub, path)
+    roles = {role for role, _, _ in variants}
+    if len(roles & {"prefill", "decode"}) == 1:
+        what = "a language model needs a prefill and a decode sub-model (R4)"
+        ctx.report.add("CALBIN_ROLE", ("submodels",), what, expected="decode, prefill", got=", ".join(sorted(roles)))
+
+
+def _check_chips(ctx: Context, sub: SubModel, path: Path) -> None:
+    """CALBIN_CHIP, CALBIN_LAYERS (R3)."""
+    m = ctx.manifest
+    chips = sorted(part.chip for part in sub.chip_map)
+    shards = sorted(s.chip for s in m.shards)
+    if chips != list(range(len(chips))) or chips[-1] >= m.target.chips:
+        what = "the chip map has a duplicate, a gap or a chip the target lacks"
+        ctx.report.add(
+            "CALBIN_CHIP", (*path, "chip_map"), what, expected=f"0, 1, ... up to {m.target.chips - 1}", got=chips
+        )
+    if sorted(sub.target_chips) != chips:
+        what = "target chips and chip map differ (R3)"
+        ctx.report.add("CALBIN_CHIP", (*path, "target_chips"), what, expected=chips, got=sub.target_chips)
+    if shards != chips:
+        what = "each chip of a sub-model needs a shard, and each shard a chip"
+        ctx.report.add("CALBIN_CHIP", (*path, "chip_map"), what, expected=shards, got=chips)
+    layers = sorted(layer for part in sub.chip_map for layer in part.layers)
+    if layers != list(range(len(m.model.layers))):
+        what = "the chips do not have each layer of the model once"
+        expected = f"0 to {len(m.model.layers) - 1}"
+        ctx.report.add("CALBIN_LAYERS", (*path, "chip_map"), what, expected=expected, got=layers)
+    where = {layer.layer: layer.chip for layer in m.kv.layers}
+    for j, part in enumerate(sub.chip_map):
+        for layer in part.layers:
+            if sub.role != "encode" and where.get(layer, part.chip) != part.chip:
+                what = "the layer runs on another chip than its KV cache"
+                at = (*path, "chip_map", j, "layers")
+                ctx.report.add(
+                    "CALBIN_KV", at, what, expected=f"layer {layer} on chip {where[layer]}", got=f"chip {part.chip}"
+                )
+
+
+def _check_tensors(ctx: Context, sub: SubModel, path: Path) -> None:
+    """CALBIN_NO_TENSOR, CALBIN_UNBOUNDED (R5) and what `check_tensor` finds."""
+    for side, tensors in (("inputs", sub.inputs), ("outputs", sub.outputs)):
+        if not tensors:
+            ctx.report.add("CALBIN_NO_TENSOR", (*path, side), f"a sub-model has no {side}", expected="at least one")
+        for j, tensor in enumerate(tensors):
+            at: Path = (*path, side, j)
+            check_tensor(ctx, tensor, at)
+            rows = (
+                side == "inputs" and sub.seq > 1 and tensor.dtype == "i32" and tensor.shape[:2] == (sub.batch, sub.seq)
+            )
+            if rows and not any(v.axis == 1 for v in tensor.valid):
+                what = "an input of one element per token does not say how many are valid (R5)"
+                ctx.report.add(
+                    "CALBIN_UNBOUNDED", (*at, "valid"), what, expected="axis 1 bounded by cur_seq_len", got=tensor.valid
+                )
+    bounded = any(v.csr == "cur_seq_len" for t in sub.inputs for v in t.valid)
+    if sub.seq > 1 and sub.inputs and not bounded:
+        what = "no input is bounded by cur_seq_len, yet the bucket has room for several tokens (R5)"
+        ctx.report.add("CALBIN_UNBOUNDED", (*path, "inputs"), what, expected="valid: cur_seq_len")
+
+
+def check_tensor(ctx: Context, tensor: TensorDesc, path: Path) -> None:
+    """CALBIN_TENSOR_RANK, _DIM and _BYTES, CALBIN_TILE, CALBIN_PADDED, CALBIN_VALID, CALBIN_LOCATION (R5)."""
+    shape, tile, padded = tensor.shape, tensor.tile, tensor.padded_shape
+    if not 1 <= len(shape) <= MAX_RANK or not len(shape) == len(tile) == len(padded):
+        what = "shape, tile and padded shape have different or unusable ranks"
+        got = (shape, tile, padded)
+        ctx.report.add("CALBIN_TENSOR_RANK", (*path, "shape"), what, expected=f"one rank, 1 to {MAX_RANK}", got=got)
+        return
+    if min(shape) < 1 or prod(padded) > INT_MAX:
+        what = "a dimension is zero or the number of elements overflows"
+        ctx.report.add("CALBIN_TENSOR_DIM", (*path, "shape"), what, expected="1 to 2**62 elements", got=(shape, padded))
+        return
+    if min(tile) < 1:
+        ctx.report.add("CALBIN_TILE", (*path, "tile"), "a tile has no extent (R5)", expected="at least 1", got=tile)
+        return
+    if any(p < s or p % t for p, s, t in zip(padded, shape, tile, strict=True)):
+        what = "the padded shape is smaller than the logical one, or not whole tiles (R5)"
+        ctx.report.add(
+            "CALBIN_PADDED",
+            (*path, "padded_shape"),
+            what,
+            expected=f"multiples of {tile}, at least {shape}",
+            got=padded,
+        )
+    nbytes = prod(padded) * DTYPES[tensor.dtype].itemsize
+    if tensor.at.nbytes != nbytes:
+        what = "the tensor's size is not that of its padded shape and dtype"
+        ctx.report.add("CALBIN_TENSOR_BYTES", (*path, "at", "nbytes"), what, expected=nbytes, got=tensor.at.nbytes)
+    axes: set[int] = set()
+    for k, valid in enumerate(tensor.valid):
+        if valid.axis >= len(shape) or valid.axis in axes or valid.csr not in ctx.csrs:
+            what = "a valid range names an axis the tensor lacks or bounds twice, or an unknown CSR"
+            expected = f"axis below {len(shape)}, one of {sorted(ctx.csrs)}"
+            ctx.report.add("CALBIN_VALID", (*path, "valid", k), what, expected=expected, got=valid)
+        axes.add(valid.axis)
+    at = tensor.at
+    if (at.space == "dram") != (at.chip is not None) or (at.chip is None) != (at.offset is None):
+        what = "a tensor in DRAM has a chip and an offset, one on the host has neither"
+        ctx.report.add("CALBIN_LOCATION", (*path, "at"), what, got=at)
+
+
+def check_kv(ctx: Context) -> None:
+    """CALBIN_KV: layers, heads, widths and windows are the model's; the memory holds the capacity in whole tiles."""
+    m = ctx.manifest
+    if all(sub.role == "encode" for sub in m.submodels) and not m.kv.layers:
+        return
+    layers = [layer.layer for layer in m.kv.layers]
+    if sorted(layers) != list(range(len(m.model.layers))):
+        what = "the KV cache does not have each layer of the model once"
+        ctx.report.add(
+            "CALBIN_KV", ("kv", "layers"), what, expected=f"0 to {len(m.model.layers) - 1}", got=sorted(layers)
+        )
+        return
+    if m.kv.rows < m.kv.capacity or m.kv.rows % m.kv.tile:
+        what = "the KV memory does not hold the capacity in whole tiles"
+        expected = f"a multiple of {m.kv.tile}, at least {m.kv.capacity}"
+        ctx.report.add("CALBIN_KV", ("kv", "rows"), what, expected=expected, got=m.kv.rows)
+    for i, layer in enumerate(m.kv.layers):
+        spec = m.model.layers[layer.layer]
+        has = (layer.kv_heads, layer.key_dim, layer.value_dim, layer.window)
+        needs = (spec.kv_heads, spec.key_dim, spec.value_dim, spec.window)
+        if has != needs:
+            what = "heads, key width, value width or window differ from the model's layer"
+            ctx.report.add("CALBIN_KV", ("kv", "layers", i), what, expected=needs, got=has)
+    seen: dict[str, TensorDesc] = {}
+    for i, sub in enumerate(m.submodels):
+        for side, tensors in (("inputs", sub.inputs), ("outputs", sub.outputs)):
+            for j, tensor in enumerate(tensors):
+                first = seen.setdefault(tensor.name, tensor)
+                if tensor.name.startswith("kv.") and (tensor != first or tensor.dtype != m.kv.dtype):
+                    what = "sub-models disagree on a KV tensor's dtype, shape, layout or place"
+                    ctx.report.add(
+                        "CALBIN_KV",
+                        ("submodels", i, side, j),
+                        what,
+                        expected=f"{m.kv.dtype}, as {first.shape}",
+                        got=tensor,
+                    )
