@@ -1,0 +1,60 @@
+"""Allocate: SRAM addresses for the emitter's buffers.
+
+Buffers whose live ranges overlap never share bytes; the largest are placed first, each at the lowest address that
+fits (greedy by size, after Pisarchyk and Lee 2020, arXiv 2001.03288). Sharing between buffers that live one after the
+other is made safe by the sync pass, which orders accesses by address, not by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calc.core.errors import CapacityError, Problem
+from calc.kernels.emit import Buffer
+
+
+def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) -> int:
+    """Give every buffer its `base`.
+
+    Args:
+        buffers: SRAM buffers with their live ranges.
+        capacity: bytes of SRAM.
+        where: sub-model and chip, for the error.
+        hint: what the user can do when it does not fit.
+
+    Returns:
+        The highest byte in use.
+
+    Raises:
+        CapacityError: SRAM_TOO_SMALL with the bytes that are missing.
+    """
+    end = max((b.last for b in buffers), default=0)
+    used = [b for b in buffers if b.last >= 0 or b.manual]
+    for b in used:
+        if b.manual:
+            b.first, b.last = 0, end
+    placed: list[Buffer] = []
+    for b in sorted(used, key=lambda b: (not b.manual, -b.nbytes, b.first, b.name)):
+        at = 0
+        rivals = sorted((p for p in placed if p.first <= b.last and b.first <= p.last), key=lambda p: p.base or 0)
+        for p in rivals:
+            start = p.base or 0
+            if at + b.nbytes <= start:
+                break
+            at = max(at, start + p.nbytes)
+        b.base = at
+        placed.append(b)
+    peak = max(((b.base or 0) + b.nbytes for b in placed), default=0)
+    if peak > capacity:
+        widest = max(placed, key=lambda b: b.nbytes)
+        raise CapacityError(
+            Problem(
+                "SRAM_TOO_SMALL",
+                where,
+                f"the activations need {peak - capacity} bytes more SRAM than the target has",
+                expected=f"at most {capacity}",
+                got=f"{peak}; the largest buffer is {widest.name} with {widest.nbytes}",
+                hint=hint,
+            )
+        )
+    return peak
