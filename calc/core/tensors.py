@@ -240,3 +240,45 @@ class ShapeOnlyTensor(TensorRef):
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         raise InternalError(f"{self.sources}: a weight known by shape alone was read")
+
+
+@dataclass(frozen=True)
+class OffsetTensor(TensorRef):
+    """Another reference plus a constant, in FP32 (Gemma's ``1 + weight`` norms)."""
+
+    base: TensorRef
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.base.shape
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        return "f32"
+
+    @property
+    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.base.sources
+
+    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
+        return self.base.rows(start, stop).astype(np.float32) + np.float32(self.offset)
+
+
+@dataclass(frozen=True)
+class ReshapeTensor(TensorRef):
+    """Another reference seen with other dimensions; reading rows reads the whole base."""
+
+    base: TensorRef
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        return self.base.dtype
+
+    @property
+    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.base.sources
+
+    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
+        return self.base.read().reshape(self.shape)[start:stop]

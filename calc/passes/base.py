@@ -1,0 +1,224 @@
+"""What a graph pass is, and how graphs are read: small helpers over `onnx_ir`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from calc.core.errors import InternalError
+from calc.core.tensors import TensorRef
+from calc.kernels.base import DOMAIN, Attr, Scheme
+
+
+@dataclass
+class Graph:
+    """A graph on its way through the passes.
+
+    Attributes:
+        model: the ONNX graph; weights are initializers without data.
+        weights: initializer name to lazy reference.
+        schemes: weight name to quantization scheme (the quantize pass fills it).
+        groups: weight name to group size, for w4a16.
+    """
+
+    model: ir.Model
+    weights: dict[str, TensorRef]
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+
+    def weight(self, value: ir.Value | None) -> TensorRef | None:
+        """The reference behind a value, if it is a weight."""
+        return None if value is None or value.name is None else self.weights.get(value.name)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a place in the graph did not fuse: data, not a log line."""
+
+    node: str
+    rule: str
+    reason: str
+
+
+class Pass(ABC):
+    """One transformation of a graph. `run` returns the number of places it changed."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, g: Graph) -> int:
+        """Transform the graph in place."""
+
+
+class Rule(Pass):
+    """A fusion: finds anchors of one op type, last first, and rewrites those whose surroundings match."""
+
+    anchor: tuple[str, str]
+
+    def __init__(self) -> None:
+        self.refusals: list[Refusal] = []
+
+    @abstractmethod
+    def rewrite(self, g: Graph, node: ir.Node) -> str | None:
+        """Rewrite at an anchor; returns why not, or None when it was done."""
+
+    def run(self, g: Graph) -> int:
+        done = 0
+        for node in list(g.model.graph):
+            if node.graph is None or (node.domain, node.op_type) != self.anchor:
+                continue
+            reason = self.rewrite(g, node)
+            if reason is None:
+                done += 1
+            else:
+                self.refusals.append(Refusal(node.name or "?", self.name, reason))
+        sweep(g)
+        return done
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def attr(node: ir.Node, name: str, default: Attr) -> Attr:
+    """An attribute's value."""
+    a = node.attributes.get(name)
+    if a is None:
+        return default
+    value = a.value
+    if isinstance(value, (list, tuple)):
+        return tuple(str(v) for v in value)
+    assert isinstance(value, (int, float, str))
+    return value
+
+
+def ints(node: ir.Node, name: str) -> tuple[int, ...]:
+    """An integer list attribute."""
+    a = node.attributes.get(name)
+    return tuple(int(v) for v in a.value) if a is not None else ()
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The data of a small constant, None for anything else."""
+    if value is None or value.const_value is None or value.const_value.size > 1 << 16:
+        return None
+    return np.asarray(value.const_value.numpy())
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The data of a one-element constant."""
+    data = constant(value)
+    return float(data.reshape(())) if data is not None and data.size == 1 else None
+
+
+def dims(value: ir.Value) -> tuple[int, ...]:
+    """Static dimensions.
+
+    Raises:
+        InternalError: an unknown or symbolic dimension (variants are static).
+    """
+    if value.shape is None or any(not isinstance(d, int) for d in value.shape):
+        raise InternalError(f"value {value.name} has no static shape: {value.shape}")
+    return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
+
+
+def made_by(value: ir.Value | None, *ops: str, domain: str = "") -> ir.Node | None:
+    """The producer, if it is one of these ops."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.domain == domain and node.op_type in ops else None
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """The only consumer of a value that is no graph output."""
+    users = value.consumers()
+    return users[0] if len(users) == 1 and not value.is_graph_output() else None
+
+
+def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The other input of a binary node."""
+    a, b = node.inputs
+    return b if a is value else a
+
+
+def formal(node: ir.Node, names: Sequence[str], name: str) -> ir.Value:
+    """The input of a calc node with a formal name."""
+    value = node.inputs[names.index(name)]
+    assert value is not None
+    return value
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def attributes(attrs: Mapping[str, Attr]) -> list[ir.Attr]:
+    """ONNX attributes from plain values."""
+    out: list[ir.Attr] = []
+    for k, v in attrs.items():
+        if isinstance(v, tuple):
+            out.append(ir.AttrStrings(k, list(v)))
+        elif isinstance(v, str):
+            out.append(ir.AttrString(k, v))
+        elif isinstance(v, float):
+            out.append(ir.AttrFloat32(k, v))
+        else:
+            out.append(ir.AttrInt64(k, v))
+    return out
+
+
+def calc_node(
+    op: str, inputs: Sequence[ir.Value], attrs: Mapping[str, Attr], outputs: Sequence[tuple[int, ...]], source: ir.Node, name: str
+) -> ir.Node:
+    """A node of domain ``calc`` with f32 outputs of the given dimensions; the module path comes from `source`."""
+    keep = {k: v for k, v in source.metadata_props.items() if k.startswith("calc.")}
+    node = ir.Node(DOMAIN, op, list(inputs), attributes(attrs), num_outputs=len(outputs), name=name, metadata_props=keep)
+    for i, (value, shape) in enumerate(zip(node.outputs, outputs, strict=True)):
+        value.name = f"{name}/{i}"
+        value.shape = ir.Shape(shape)
+        value.dtype = ir.DataType.FLOAT
+    return node
+
+
+def replace_value(g: Graph, old: ir.Value, new: ir.Value) -> None:
+    """Every use of `old` becomes a use of `new`; a graph output keeps its name."""
+    outputs = g.model.graph.outputs
+    for i, out in enumerate(list(outputs)):
+        if out is old:
+            name = old.name
+            old.name = f"{name}/replaced"
+            new.name = name
+            outputs[i] = new
+    ir.convenience.replace_all_uses_with(old, new)
+
+
+def insert(before: ir.Node, *nodes: ir.Node) -> None:
+    """Put nodes in front of another one."""
+    assert before.graph is not None
+    before.graph.insert_before(before, nodes)
+
+
+def sweep(g: Graph) -> None:
+    """Remove nodes and initializers that nothing uses."""
+    graph = g.model.graph
+    for node in reversed(list(graph)):
+        if all(not v.uses() and not v.is_graph_output() for v in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
+            g.weights.pop(name, None)
+
+
+def new_weight(g: Graph, name: str, ref: TensorRef) -> ir.Value:
+    """An initializer, f32 and without data, for a lazy reference; one per name."""
+    if name in g.model.graph.initializers:
+        return g.model.graph.initializers[name]
+    value = ir.Value(name=name, shape=ir.Shape(ref.shape), type=ir.TensorType(ir.DataType.FLOAT))
+    g.weights[name] = ref
+    g.model.graph.initializers[name] = value
+    return value
+
+
+Step = Callable[[Graph], int]

@@ -1,0 +1,109 @@
+"""Calls: the fused graph as a list of kernel calls, with ONNX functions bound to its nodes."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from calc.core.errors import Problems, UnsupportedError
+from calc.kernels import registry
+from calc.kernels.base import DOMAIN, Attr, Call, Kernel, Numerics
+from calc.kernels.functions import OPSET, function_proto
+from calc.passes.base import Graph, attr, dims, new_weight
+from calc.core.tensors import ShapeOnlyTensor
+
+
+def node_attrs(node: ir.Node) -> dict[str, Attr]:
+    """A calc node's attributes as plain values."""
+    return {k: attr(node, k, 0) for k in node.attributes}
+
+
+def calls(g: Graph) -> list[Call]:
+    """Every node as a kernel call, in topological order.
+
+    Raises:
+        UnsupportedError: OP_UNSUPPORTED for each node that no kernel computes, with the module it comes from, and
+            OP_CONSTRAINT for each constraint a call breaks.
+    """
+    out: list[Call] = []
+    problems = Problems()
+    kernels = registry()
+    for node in g.model.graph:
+        where = node.metadata_props.get("calc.scope", node.name or "?")
+        kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
+        if kernel is None:
+            problems.add(
+                "OP_UNSUPPORTED",
+                where,
+                f"no NPU kernel computes {node.domain + '.' if node.domain else ''}{node.op_type} here",
+                got=", ".join(f"{v.name} {v.shape}" for v in node.inputs if v is not None),
+                hint="`calc inventory` lists every op with its class and why it did not fuse",
+            )
+            continue
+        call = make_call(node, kernel)
+        for reason in kernel.refusals(call):
+            problems.add("OP_CONSTRAINT", where, f"{node.op_type} cannot run on the NPU", got=reason)
+        out.append(call)
+    problems.raise_if_any(UnsupportedError)
+    return out
+
+
+def make_call(node: ir.Node, kernel: Kernel) -> Call:
+    """One node as a call."""
+    attrs = node_attrs(node)
+    formals, _ = kernel.formals(attrs)
+    values = [v for v in node.inputs if v is not None]
+    inputs = {f: v.name or "?" for f, v in zip(formals, values, strict=True)}
+    shapes = {v.name or "?": dims(v) for v in (*values, *node.outputs)}
+    layer = node.metadata_props.get("calc.layer")
+    return Call(
+        node.op_type, node.name or "?", attrs, inputs, tuple(v.name or "?" for v in node.outputs), shapes, None if layer is None else int(layer)
+    )
+
+
+def bind_functions(g: Graph, numerics: Numerics) -> None:
+    """Give every calc node the function overload for its attributes, so that the graph runs in ONNX Runtime."""
+    kernels = registry()
+    model = g.model
+    for key in [k for k in model.functions if k[0] == DOMAIN and k[1] in kernels]:
+        del model.functions[key]
+    for node in model.graph:
+        kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
+        if kernel is None:
+            continue
+        attrs = node_attrs(node)
+        node.overload = kernel.overload(attrs, numerics)
+        key = (DOMAIN, node.op_type, node.overload)
+        if key not in model.functions:
+            proto = function_proto(kernel, attrs, numerics)
+            proto.attribute.extend(sorted(attrs))
+            model.functions[key] = ir.serde.deserialize_function(proto)
+    model.opset_imports[DOMAIN] = 1
+    model.opset_imports[""] = max(model.opset_imports.get("", OPSET), OPSET)
+
+
+def bind_schemes(g: Graph) -> None:
+    """Write each weight's scheme into its nodes; int8 weights get their scales as a further input."""
+    kernels = registry()
+    for node in list(g.model.graph):
+        kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
+        if kernel is None:
+            continue
+        attrs = node_attrs(node)
+        names = kernel.weights(attrs)
+        if not names or "schemes" in attrs:
+            continue
+        formals, _ = kernel.formals(attrs)
+        values = dict(zip(formals, [v for v in node.inputs if v is not None], strict=True))
+        schemes = tuple(g.schemes.get(values[n].name or "?", "bf16") for n in names)
+        for n, s in zip(names, schemes, strict=True):
+            if s == "w8a8":
+                w = values[n]
+                shape = dims(w)
+                values[f"{n}_scale"] = new_weight(g, f"{w.name}/scale", ShapeOnlyTensor(shape[:-1], "f32", (w.name or "?",)))
+        attrs["schemes"] = schemes
+        new_formals, _ = kernel.formals(attrs)
+        for i in range(len(node.inputs), len(new_formals)):
+            node.resize_inputs(i + 1)
+        for i, f in enumerate(new_formals):
+            node.replace_input_with(i, values[f])
+        node.attributes.add(ir.AttrStrings("schemes", list(schemes)))

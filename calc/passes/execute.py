@@ -1,0 +1,211 @@
+"""Execute: a graph in ONNX Runtime, a layer at a time.
+
+The graph is cut where decoder layers begin. A segment's weights are read, its session runs for every call of the
+replay, and is dropped before the next segment's weights are read; so memory is bounded by the largest segment, never
+by the model. That is possible because the tokens of a replay are known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as rt
+from numpy.typing import NDArray
+
+from calc.passes.base import Graph
+
+Array = NDArray[np.generic]
+Provider = Callable[[str], Array]
+
+INLINE_LIMIT = 1 << 30
+"""Weights of a segment up to this many bytes travel inside its model; more are handed over as external arrays."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of nodes: what it reads from outside, the weights it needs, what it gives."""
+
+    nodes: tuple[ir.Node, ...]
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def segments(g: Graph) -> list[Segment]:
+    """Cut a graph at layer borders: before the layers, each layer, after them."""
+    graph = g.model.graph
+    layers = [int(n.metadata_props["calc.layer"]) for n in graph if "calc.layer" in n.metadata_props]
+    last = max(layers, default=-1)
+    index: dict[int, int] = {}
+    place: list[tuple[ir.Node, int]] = []
+    for node in graph:
+        before = max((index.get(id(v.producer()), 0) for v in node.inputs if v is not None and v.producer() is not None), default=0)
+        text = node.metadata_props.get("calc.layer")
+        at = int(text) + 1 if text is not None else before
+        if text is None and at == last + 1 and node.metadata_props.get("calc.scope"):
+            at = last + 2  # a module behind the layers: final norm, lm_head
+        at = max(at, before)
+        index[id(node)] = at
+        place.append((node, at))
+    out = []
+    graph_outputs = {v.name for v in graph.outputs}
+    for at in sorted({a for _, a in place}):
+        nodes = tuple(n for n, a in place if a == at)
+        made = {v.name for n in nodes for v in n.outputs}
+        inputs, weights = [], []
+        for n in nodes:
+            for v in n.inputs:
+                if v is None or v.name in made or v.name in inputs or v.name in weights or v.name is None:
+                    continue
+                if v.name in graph.initializers:
+                    weights.append(v.name)
+                else:
+                    inputs.append(v.name)
+        inside = {id(n) for n in nodes}
+        outputs = [
+            v.name
+            for n in nodes
+            for v in n.outputs
+            if v.name is not None and (v.name in graph_outputs or any(id(c) not in inside for c in v.consumers()))
+        ]
+        out.append(Segment(nodes, tuple(inputs), tuple(weights), tuple(outputs)))
+    return out
+
+
+def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
+    """A session for one segment, its weights inside."""
+    graph = g.model.graph
+    values: dict[str, ir.Value] = {}
+    for n in graph:
+        for v in n.outputs:
+            values[v.name or ""] = v
+    for v in graph.inputs:
+        values[v.name or ""] = v
+    proto = onnx.ModelProto()
+    proto.ir_version = 10
+    for domain, version in sorted(g.model.opset_imports.items()):
+        proto.opset_import.append(onnx.helper.make_opsetid(domain, version))
+    used = {n.op_identifier() for n in seg.nodes}
+    proto.functions.extend(ir.serde.serialize_function(f) for k, f in sorted(g.model.functions.items()) if k in used)
+    proto.graph.name = "segment"
+    proto.graph.node.extend(ir.serde.serialize_node(n) for n in seg.nodes)
+    for names, target in ((seg.inputs, proto.graph.input), (seg.outputs, proto.graph.output)):
+        for name in names:
+            v = values[name]
+            elem = (v.dtype or ir.DataType.FLOAT).value
+            target.append(onnx.helper.make_tensor_value_info(name, elem, None if v.shape is None else list(v.shape.numpy())))
+    options = rt.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    small = {n: graph.initializers[n] for n in seg.weights if n not in g.weights}
+    for name, value in small.items():
+        assert value.const_value is not None
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(value.const_value.numpy()), name))
+    big = [n for n in seg.weights if n in g.weights]
+    total = sum(4 * int(np.prod(g.weights[n].shape)) for n in big)
+    if total <= INLINE_LIMIT:
+        for name in big:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(provider(name)), name))
+    else:
+        names, arrays = [], []
+        for name in big:
+            data = np.ascontiguousarray(provider(name))
+            t = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(data.dtype), dims=data.shape)
+            t.data_location = onnx.TensorProto.EXTERNAL
+            t.external_data.add(key="location", value="weights")
+            proto.graph.initializer.append(t)
+            names.append(name)
+            arrays.append(rt.OrtValue.ortvalue_from_numpy(data))
+        options.add_external_initializers(names, arrays)
+    return rt.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@dataclass(frozen=True)
+class ReplayCall:
+    """One call of a replay: which graph, the tokens [B, S] padded to the bucket, valid tokens and past."""
+
+    graph: str
+    ids: NDArray[np.int64]
+    cur: int
+    past: int
+
+
+@dataclass
+class Replayed:
+    """What a replay gave: logits [calls, V] of each call's last row, and KV per layer [T, heads, dim]."""
+
+    logits: NDArray[np.float32]
+    keys: list[NDArray[np.float32]]
+    values: list[NDArray[np.float32]]
+
+
+def replay(
+    graphs: Mapping[str, Graph], provider: Provider, plan: Sequence[ReplayCall], progress: Callable[[str], None] | None = None
+) -> Replayed:
+    """Run calls (batch 1) through a prefill and a decode graph, layer by layer.
+
+    Args:
+        graphs: graphs by name; all cut into the same number of segments.
+        provider: a weight's data by initializer name.
+        plan: the calls in order.
+        progress: told the name of each segment.
+    """
+    cuts = {name: segments(g) for name, g in graphs.items() if any(c.graph == name for c in plan)}
+    count = {len(c) for c in cuts.values()}
+    assert len(count) == 1, count
+    live: list[dict[str, Array]] = [
+        {
+            "input_ids": c.ids,
+            "cur_seq_len": np.array([c.cur], np.int64),
+            "past_kv_cur_seq_len": np.array([c.past], np.int64),
+        }
+        for c in plan
+    ]
+    keep: dict[str, dict[str, Array]] = {}
+    total = plan[-1].past + plan[-1].cur
+    for at in range(count.pop()):
+        if progress is not None:
+            progress(f"segment {at}")
+        cache: dict[str, Array] = {}
+        later = {name: {v for s in cut[at + 1 :] for v in s.inputs} for name, cut in cuts.items()}
+        sessions: dict[str, rt.InferenceSession] = {}
+        for i, call in enumerate(plan):
+            seg = cuts[call.graph][at]
+            if call.graph not in sessions:
+                sessions.clear()
+                sessions[call.graph] = session(graphs[call.graph], seg, provider)
+            feeds = {n: _feed(graphs[call.graph], n, live[i], cache) for n in seg.inputs}
+            results = dict(zip(seg.outputs, sessions[call.graph].run(list(seg.outputs), feeds), strict=True))
+            for name, data in results.items():
+                if name.startswith("kv."):
+                    cache[name] = data
+                else:
+                    live[i][name] = data
+            live[i] = {n: v for n, v in live[i].items() if n in later[call.graph] or n == "logits"}
+        for name, data in cache.items():
+            keep.setdefault(name, {})["data"] = data[0, :, :total].transpose(1, 0, 2).copy()
+    layers = len(keep) // 2
+    return Replayed(
+        np.concatenate([np.asarray(v["logits"], np.float32) for v in live]),
+        [np.asarray(keep[f"kv.{i}.key"]["data"], np.float32) for i in range(layers)],
+        [np.asarray(keep[f"kv.{i}.value"]["data"], np.float32) for i in range(layers)],
+    )
+
+
+def _feed(g: Graph, name: str, live: Mapping[str, Array], cache: Mapping[str, Array]) -> Array:
+    if not name.startswith("past_kv."):
+        return live[name]
+    value = next(v for v in g.model.graph.inputs if v.name == name)
+    assert value.shape is not None
+    shape = tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
+    out = np.zeros(shape, np.float32)
+    held = cache.get(name.removeprefix("past_"))
+    if held is not None:
+        n = min(shape[2], held.shape[2])
+        out[:, :, :n] = held[:, :, :n]
+    return out

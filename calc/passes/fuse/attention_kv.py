@@ -1,0 +1,70 @@
+"""KV write and attention become ``calc.Attention`` on token-major q, k and v."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from calc.kernels.base import Attr
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, ints, made_by, replace_value, sole_user
+
+
+class FuseAttentionKv(Rule):
+    """``Attention(heads(q), TensorScatter(past_k, heads(k)), TensorScatter(past_v, heads(v)))`` and the merge of heads."""
+
+    name = "fuse-attention-kv"
+    anchor = ("", "Attention")
+
+    def rewrite(self, g: Graph, node: ir.Node) -> str | None:
+        if len(node.inputs) < 7 or any(v is not None for v in node.inputs[3:6]) or node.inputs[6] is None:
+            return "attention with a mask or past inputs of its own"
+        if attr(node, "is_causal", 0) != 1:
+            return "attention is not causal"
+        writes = [made_by(v, "TensorScatter") for v in node.inputs[1:3]]
+        if any(w is None or attr(w, "mode", "linear") != "linear" or ints_axis(w) != 2 for w in writes):
+            return "keys and values do not come from linear KV writes on axis 2"
+        wk, wv = (w for w in writes if w is not None)
+        q, k, v = (_token_major(x) for x in (node.inputs[0], wk.inputs[1], wv.inputs[1]))
+        if q is None or k is None or v is None:
+            return "q, k or v are not split into heads by Reshape and Transpose"
+        merge = sole_user(node.outputs[0])
+        if merge is None or merge.op_type != "Transpose" or ints(merge, "perm") != (0, 2, 1, 3):
+            return "the heads are not merged by Transpose and Reshape"
+        flat = sole_user(merge.outputs[0])
+        if flat is None or flat.op_type != "Reshape" or len(dims(flat.outputs[0])) != 3:
+            return "the heads are not merged by Transpose and Reshape"
+        past_k, past_v, past = wk.inputs[0], wv.inputs[0], wk.inputs[2]
+        assert past_k is not None and past_v is not None and past is not None
+        _, heads, _, head_dim = dims(node.inputs[0])  # type: ignore[arg-type]
+        left = int(attr(node, "left_window_size", -1))  # type: ignore[arg-type]
+        attrs: dict[str, Attr] = {
+            "heads": heads,
+            "kv_heads": dims(past_k)[1],
+            "head_dim": head_dim,
+            "value_dim": dims(past_v)[3],
+            "scale": float(attr(node, "scale", head_dim**-0.5)),  # type: ignore[arg-type]
+            "softcap": float(attr(node, "softcap", 0.0)),  # type: ignore[arg-type]
+            "window": left + 1 if left >= 0 else 0,
+        }
+        out = flat.outputs[0]
+        name = f"{node.metadata_props.get('calc.scope', node.name)}/Attention"
+        shapes = [dims(out), dims(past_k), dims(past_v)]
+        new = calc_node("Attention", [q, k, v, past_k, past_v, past], attrs, shapes, node, name)
+        insert(node, new)
+        replace_value(g, out, new.outputs[0])
+        replace_value(g, wk.outputs[0], new.outputs[1])
+        replace_value(g, wv.outputs[0], new.outputs[2])
+        return None
+
+
+def ints_axis(node: ir.Node) -> int:
+    """The axis attribute, -2 when absent."""
+    a = node.attributes.get("axis")
+    return int(a.value) if a is not None else -2
+
+
+def _token_major(value: ir.Value | None) -> ir.Value | None:
+    transpose = made_by(value, "Transpose")
+    if transpose is None or ints(transpose, "perm") != (0, 2, 1, 3):
+        return None
+    reshape = made_by(transpose.inputs[0], "Reshape")
+    return None if reshape is None else reshape.inputs[0]

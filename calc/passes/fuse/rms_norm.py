@@ -1,0 +1,26 @@
+"""A norm that no projection took in becomes ``calc.RmsNorm``."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, replace_value
+
+
+class FuseRmsNorm(Rule):
+    """A stand-alone RMS norm over the model's rows."""
+
+    name = "fuse-rms-norm"
+    anchor = ("", "RMSNormalization")
+
+    def rewrite(self, g: Graph, node: ir.Node) -> str | None:
+        x, gamma = node.inputs
+        if g.weight(gamma) is None or len(dims(node.outputs[0])) != 3:
+            return "not a norm of the model's rows with a weight for scale"
+        assert x is not None and gamma is not None
+        eps = float(attr(node, "epsilon", 1e-5))  # type: ignore[arg-type]
+        name = f"{node.metadata_props.get('calc.scope', node.name)}/RmsNorm"
+        new = calc_node("RmsNorm", [x, gamma], {"add": 0, "eps": eps}, [dims(node.outputs[0])], node, name)
+        insert(node, new)
+        replace_value(g, node.outputs[0], new.outputs[0])
+        return None
