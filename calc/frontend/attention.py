@@ -55,7 +55,6 @@ class AttentionSeam:
             "attention sinks": options.get("s_aux") is not None,
             "attention that is not causal": not getattr(module, "is_causal", True),
             "a mask of the model's own": attention_mask is not None,
-            "chunked attention": getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None,
         }
         for what in (w for w, present in unsupported.items() if present):
             raise UnsupportedError(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _THETA_KEYS = ("rope_theta", "rotary_emb_base")
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _GROUPED = frozenset({"gptq", "awq"})
 
 
@@ -59,6 +60,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     _refuse_quantized(raw)
     config = ModelConfig(raw, generation, _parse(model_dir, raw, problems))
     _refuse_architecture(config)
+    _refuse_layers(config)
     _check_rope_theta(config, problems)
     problems.raise_if_any(ModelError)
     return config
@@ -224,4 +226,22 @@ def _refuse_architecture(config: ModelConfig) -> None:
             expected=expected or "a class that ends in ForCausalLM",
             got=", ".join(names) or family,
         )
+    problems.raise_if_any(UnsupportedError)
+
+
+def _refuse_layers(config: ModelConfig) -> None:
+    """Every layer must keep keys and values of its own, attended to causally, perhaps through a window."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    problems = Problems()
+    kinds, _ = get_layer_types_and_kwargs(config.hf.get_text_config(decoder=True))
+    for i, kind in enumerate(kinds):
+        if kind not in _LAYER_TYPES:
+            problems.add(
+                "UNSUPPORTED_LAYER",
+                f"layer {i}",
+                f"the layer is of a kind that is not supported: {kind}",
+                expected=", ".join(sorted(_LAYER_TYPES)),
+                got=kind,
+            )
     problems.raise_if_any(UnsupportedError)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calc.core.errors import ModelError, Problems, UnsupportedError
+from calc.core.spec import SpecialTokens, TokenizerSpec
 from calc.core.tensors import ShapeOnlyTensor, TensorRef
 from calc.frontend.build import FakeModel, fake_model
 from calc.frontend.checkpoint import Checkpoint, has_weights
 from calc.frontend.config import ModelConfig, read_config
 from calc.frontend.mapping import Recipe, aliases, published, recipes, surplus
+from calc.frontend.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +36,8 @@ class Loaded:
         fake: the model without data.
         recipes: state-dict name (first of each tied group) → how the checkpoint makes it.
         tensors: checkpoint name → reference.
+        tokenizer: what a host needs to build a prompt.
+        tokens: special token ids.
     """
 
     model_dir: Path
@@ -41,6 +45,8 @@ class Loaded:
     fake: FakeModel
     recipes: dict[str, Recipe]
     tensors: Mapping[str, TensorRef]
+    tokenizer: TokenizerSpec
+    tokens: SpecialTokens
 
     @property
     def has_weights(self) -> bool:
@@ -60,13 +66,17 @@ def load(model_dir: Path, progress: Callable[[str], None] | None = None) -> Load
     if checkpoint is not None:
         _refuse_scaled(checkpoint)
         _infer_bias(config, checkpoint, say)
+    problems = Problems()
+    vocab = int(config.hf.get_text_config(decoder=True).vocab_size)
+    tokenizer, tokens = read_tokenizer(model_dir, config, vocab, problems)
+    problems.raise_if_any(ModelError)  # before the build: torch refuses a padding id out of range in its own words
     say(f"building {config.hf.model_type} without data")
     fake = fake_model(config.hf)
     if checkpoint is None:
         found = published(fake.model)
-        return Loaded(model_dir, config, fake, _first_names(fake.model, found), _shapes(fake.model, found, config))
+        shapes = _shapes(fake.model, found, config)
+        return Loaded(model_dir, config, fake, _first_names(fake.model, found), shapes, tokenizer, tokens)
     found, unused = recipes(fake.model, checkpoint.tensors)
-    problems = Problems()
     for name in surplus(fake.model, unused):
         problems.add(
             "MODEL_TENSOR_UNUSED",
@@ -77,7 +87,7 @@ def load(model_dir: Path, progress: Callable[[str], None] | None = None) -> Load
     chosen = _resolve(fake.model, found, checkpoint, config, problems)
     _check_shapes(fake.model, chosen, checkpoint, problems)
     problems.raise_if_any(ModelError)
-    return Loaded(model_dir, config, fake, chosen, checkpoint.tensors)
+    return Loaded(model_dir, config, fake, chosen, checkpoint.tensors, tokenizer, tokens)
 
 
 def _refuse_scaled(checkpoint: Checkpoint) -> None:

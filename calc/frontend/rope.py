@@ -42,15 +42,9 @@ class RopeTable(nn.Module):
 
 @dataclass
 class RopeSeam:
-    """Tables found so far.
-
-    Attributes:
-        tables: distinct tables; table n is named ``rope.<n>`` in the graph.
-        kept: names of rotary modules that stay decomposed.
-    """
+    """Distinct tables found so far; table n is named ``rope.<n>`` in the graph."""
 
     tables: nn.ModuleList = field(default_factory=nn.ModuleList)
-    kept: list[str] = field(default_factory=list)
 
     def table(self, cos: Tensor, sin: Tensor) -> RopeTable:
         """The table with this content, made if it is new."""
@@ -85,8 +79,10 @@ def _narrow(table: Tensor, layout: str) -> Tensor:
 def _probe(apply: Apply, layout: str) -> bool | None:
     """Whether `apply` pairs neighbours (True) or halves (False); None if it is neither.
 
-    Heads wider than the tables tell partial rotary apart; those that refuse them are tried at full width.
+    It is tried on tables as wide as the heads and on narrower ones (partial rotary). It may refuse one of the two, but
+    whatever it computes must be the one rotation.
     """
+    found: set[bool | None] = set()
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 4, 3, 16, generator=generator), torch.randn(2, 2, 3, 16, generator=generator)
     for width in (16, 8):
@@ -96,11 +92,18 @@ def _probe(apply: Apply, layout: str) -> bool | None:
             got = apply(q, k, _spread(cos, layout), _spread(sin, layout))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             continue
-        for interleaved in (False, True):
-            want = [ops.rotary(x, cos, sin, interleaved) for x in (q, k)]
-            if all(g.shape == w.shape and torch.allclose(g, w, atol=1e-5) for g, w in zip(got, want, strict=True)):
-                return interleaved
-    return None
+        found.add(
+            next(
+                (kind for kind in (False, True) if _agrees(got, [ops.rotary(x, cos, sin, kind) for x in (q, k)])), None
+            )
+        )
+    return found.pop() if len(found) == 1 else None
+
+
+def _agrees(got: tuple[Tensor, ...], want: list[Tensor]) -> bool:
+    return len(got) == len(want) and all(
+        g.shape == w.shape and torch.allclose(g, w, atol=1e-5) for g, w in zip(got, want, strict=True)
+    )
 
 
 def _replacement(interleaved: bool) -> Apply:
@@ -173,8 +176,7 @@ def patched_rope(model: nn.Module, seam: RopeSeam, capacity: int, max_seq_len: i
     layout = layouts.pop() if len(layouts) == 1 else None
     pairings = {key: _probe(function, layout) for key, function in applies.items()} if layout else {}
     if layout is None or not pairings or None in pairings.values():
-        seam.kept.extend(modules)
-        yield
+        yield  # a form of rotation not known here: it stays decomposed
         return
     try:
         for name, module in modules.items():

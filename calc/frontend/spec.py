@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from calc.core.errors import ModelError, Problems
+from calc.core.errors import InternalError, Problems
 from calc.core.spec import LayerSpec, ModelSpec
 from calc.frontend.attention import AttentionFacts
 from calc.frontend.experts import expert_modules
 from calc.frontend.files import find
 from calc.frontend.loaded import Loaded, load
-from calc.frontend.tokenizer import read_tokenizer
 from calc.frontend.trace import probe_layers
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layer_norm_rms_eps", "norm_epsilon", "norm_eps")
@@ -39,9 +38,6 @@ def spec_of(loaded: Loaded) -> ModelSpec:
     """The spec of a loaded model. KV widths and windows are what a forward of one token was seen to use."""
     config = loaded.config.hf.get_text_config(decoder=True)
     vocab = int(config.vocab_size)
-    problems = Problems()
-    tokenizer, tokens = read_tokenizer(loaded.model_dir, loaded.config, vocab, problems)
-    problems.raise_if_any(ModelError)
     layers, facts = _layers(loaded)
     heads = int(config.num_attention_heads)
     hidden = int(config.hidden_size)
@@ -70,8 +66,8 @@ def spec_of(loaded: Loaded) -> ModelSpec:
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         max_position_embeddings=int(config.max_position_embeddings),
         torch_dtype=str(config.dtype or torch.float32).removeprefix("torch."),
-        tokens=tokens,
-        tokenizer=tokenizer,
+        tokens=loaded.tokens,
+        tokenizer=loaded.tokenizer,
         source_sha256=_digest(loaded),
     )
 
@@ -88,13 +84,9 @@ def _first(config: object, names: tuple[str, ...]) -> int | float | str | None:
 def _layers(loaded: Loaded) -> tuple[list[LayerSpec], dict[int, AttentionFacts]]:
     """One spec per decoder layer."""
     kv, facts = probe_layers(loaded.fake)
-    problems = Problems()
-    for i, layer in enumerate(kv):
-        if not layer.kv_heads or i not in facts:
-            problems.add(
-                "MODEL_LAYER_WITHOUT_KV", f"layer {i}", "the layer caches no keys and values of its own", got="no KV"
-            )
-    problems.raise_if_any(ModelError)
+    silent = [i for i, layer in enumerate(kv) if not layer.kv_heads or i not in facts]
+    if silent:
+        raise InternalError(f"layers {silent} neither cached nor attended in a forward of one token")
     counts = _experts_by_layer(loaded, len(kv))
     return [
         LayerSpec(

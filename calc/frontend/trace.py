@@ -13,9 +13,12 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.onnx.errors import OnnxExporterError
 from transformers.modeling_utils import PreTrainedModel
 
-from calc.core.errors import InternalError
+from calc.core.errors import InternalError, Problem, UnsupportedError
 from calc.core.spec import LayerSpec
 from calc.core.variant import Variant
 from calc.frontend import ops
@@ -133,7 +136,7 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
     attention, rope = AttentionSeam(), RopeSeam()
     with _seams(fake.model, attention, rope, capacity, max_seq_len), _quiet():
         decoder = Decoder(fake.model, attention, rope).eval()
-        with fake.mode:
+        with fake.mode, _refusals(fake.model):
             kv = [
                 torch.zeros(batch, layer.kv_heads, capacity, width)
                 for layer in layers
@@ -157,6 +160,25 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
         raise InternalError("torch.onnx.export returned no program")
     tables = {f"rope.{name}": buffer.numpy() for name, buffer in rope.tables.named_buffers()}
     return Traced(onnx_program.model, tables)
+
+
+@contextmanager
+def _refusals(model: PreTrainedModel) -> Iterator[None]:
+    """What torch cannot trace or translate is a finding about the model, in torch's words."""
+    try:
+        yield
+    except (OnnxExporterError, GuardOnDataDependentSymNode, UserError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in reversed(lines) if "No ONNX function" in line or "<class" in line), lines[0])
+        raise UnsupportedError(
+            Problem(
+                "UNSUPPORTED_GRAPH",
+                type(model).__name__,
+                "the model's forward cannot be expressed as a static graph",
+                got=reason,
+                hint="the family needs a seam in calc/frontend",
+            )
+        ) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import onnxruntime
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from calc.core.variant import Variant
 from calc.frontend.export import Exported, export
@@ -171,3 +172,27 @@ def parity(model_dir: Path, *, prompts: Sequence[int] = (12, 7), chunk: int = 9,
         logits = run.step(decode, [[s[a]] for s, a in zip(sequences, at, strict=True)])
         worst = max(worst, run.check(golds, logits))
     return worst
+
+
+def prefill_parity(model_dir: Path, exported: Exported) -> float:
+    """One padded prefill of one sequence through the only graph: the largest difference."""
+    run = Runner(exported, model_dir.parent / f"{model_dir.name}-prefill")
+    (variant,) = run.sessions
+    tokens = np.random.default_rng(2).integers(3, exported.spec.vocab, variant.seq - 4).tolist()
+    return run.check([golden(model_dir, tokens)], run.step(variant, [tokens]))
+
+
+def stepwise(run: Runner, tokens: Sequence[int], prompt: int) -> list[float]:
+    """Prefill `prompt` tokens, then decode the rest one by one: the difference after every call."""
+    prefill, decode = run.sessions
+    gold = golden(Path(run.directory.parent / run.directory.name.split("-out-")[0]), tokens)
+    found = [run.check([gold], run.step(prefill, [tokens[:prompt]]))]
+    found += [run.check([gold], run.step(decode, [[token]])) for token in tokens[prompt:]]
+    return found
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite a safetensors file after `change` has altered its tensors."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
