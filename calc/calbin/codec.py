@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgpack
 
@@ -38,6 +38,7 @@ _LENGTHS: dict[int, tuple[str, str]] = {
     0xDE: ("map", ">H"),
     0xDF: ("map", ">I"),
 }
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _HINT = "the manifest is damaged or was not written by calc: copy the file again or compile again"
 
 
@@ -113,6 +114,8 @@ def locate(raw: bytes, paths: Iterable[Path], base: int = 0) -> dict[Path, int]:
         for whole, _ in wanted:
             found[whole] = base + decoder.pos
         nested = [(whole, rest) for whole, rest in wanted if rest]
+        if not nested and depth == 0:
+            return
         if not nested or raw[decoder.pos] not in _CONTAINERS:
             decoder.value(depth)
             return
@@ -209,15 +212,19 @@ class _Decoder:
             return first if first < 0x80 else first - 0x100
         if first < 0xC0 or first in _LENGTHS:
             return self.nested(depth)
-        scalar = _SCALARS.get(first)
-        if scalar is None:
+        if first in _CONSTANTS:
+            self.pos += 1
+            return _CONSTANTS[first]
+        if first == 0xCB:
+            return self.float64()
+        if first not in _INTS:
             raise self.bad(
                 "TYPE",
                 "a value of a type the manifest never has",
                 "nil, bool, int, float64, str, array or map",
                 hex(first),
             )
-        return scalar(self, first)
+        return self.integer(first)
 
     def nested(self, depth: int) -> object:
         start = self.pos
@@ -248,7 +255,7 @@ class _Decoder:
             raise self.bad("INTEGER", "an integer is too large", f"at most 2**62 = {INT_MAX}", str(value))
         return value
 
-    def float64(self, _first: int) -> float:
+    def float64(self) -> float:
         start = self.pos
         self.pos += 1
         (value,) = struct.unpack(">d", self.take(8))
@@ -256,16 +263,3 @@ class _Decoder:
             self.pos = start
             raise self.bad("FLOAT", "a number is not finite", "a finite number", str(value))
         return float(value)
-
-    def constant(self, first: int) -> bool | None:
-        self.pos += 1
-        return {0xC0: None, 0xC2: False, 0xC3: True}[first]
-
-
-_SCALARS: dict[int, Callable[[_Decoder, int], object]] = {
-    0xC0: _Decoder.constant,
-    0xC2: _Decoder.constant,
-    0xC3: _Decoder.constant,
-    0xCB: _Decoder.float64,
-    **dict.fromkeys(_INTS, _Decoder.integer),
-}

@@ -14,7 +14,7 @@ from calc.calbin.checks.digests import check_section
 from calc.calbin.checks.fields import to_manifest
 from calc.calbin.checks.memory import check_dram, check_parts
 from calc.calbin.checks.model import check_compatibility, check_kv, check_submodels, check_target
-from calc.calbin.checks.names import check_names, check_references
+from calc.calbin.checks.names import check_names, check_quantization, check_references
 from calc.calbin.checks.placement import check_entries, check_sections, check_weights
 from calc.calbin.checks.program import check_programs
 from calc.calbin.codec import decode
@@ -62,6 +62,7 @@ def validate(buf: memoryview, size: int, *, deep: bool) -> Manifest:
     check_dram(ctx)
     check_parts(ctx)
     check_weights(ctx)
+    check_quantization(ctx)
     check_golden(ctx)
     check_entries(ctx, buf)
     report.raise_if_any()

@@ -105,7 +105,6 @@ def check_references(ctx: Context) -> None:
             what = "nothing refers to this section"
             ctx.report.add("CALBIN_SECTION_UNUSED", ("sections", i), what, expected="a reference", got=section.name)
     _check_chips(ctx)
-    _check_quantization(ctx)
 
 
 def _check_chips(ctx: Context) -> None:
@@ -143,7 +142,7 @@ def _check_chips(ctx: Context) -> None:
 _FORMATS = {"w8a8": ("w8",), "w4a16": ("w4",), "bf16": ("bf16", "rows_bf16", "f32")}
 
 
-def _check_quantization(ctx: Context) -> None:
+def check_quantization(ctx: Context) -> None:
     """CALBIN_REFERENCE, CALBIN_QUANT."""
     weights = {w.name: w for w in ctx.manifest.weights}
     seen: set[str] = set()

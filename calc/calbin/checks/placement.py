@@ -19,7 +19,7 @@ from calc.calbin.layout import (
 )
 from calc.calbin.manifest import WeightDesc
 from calc.calbin.report import Context
-from calc.core.packing import W4_GROUPS, TileLayout, align
+from calc.core.packing import W4_GROUPS, PackedFormat, TileLayout, align
 from calc.core.tensors import DTYPES
 
 Span = tuple[int, int, Path]
@@ -187,6 +187,7 @@ def check_weights(ctx: Context) -> None:
 
 
 _ITEM = {"f32": 4, "rows_bf16": 2}
+_PACKED: dict[str, PackedFormat] = {"bf16": "bf16", "w8": "w8", "w4": "w4"}
 
 
 def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
@@ -237,9 +238,9 @@ def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
 
 def tile_layout(weight: WeightDesc) -> TileLayout | None:
     """The tiles of a packed weight (of one expert where it has experts), None if its fields do not describe one."""
-    shape, fmt = weight.shape, weight.format
+    shape, fmt = weight.shape, _PACKED.get(weight.format)
     fits = len(shape) == 2 or (len(shape) == 3 and weight.experts)
     group_fits = weight.group in W4_GROUPS if fmt == "w4" else weight.group == 0
-    if fmt == "f32" or fmt == "rows_bf16" or not fits or not group_fits or weight.tile_rows < 1 or min(shape) < 1:
+    if fmt is None or not fits or not group_fits or weight.tile_rows < 1 or min(shape) < 1:
         return None
     return TileLayout(fmt, shape[-2], shape[-1], weight.tile_rows, weight.group, weight.bias)
