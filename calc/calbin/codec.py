@@ -55,6 +55,8 @@ def encode(value: object) -> bytes:
 
 
 def _sorted(value: object) -> object:
+    if isinstance(value, str) or value is None:
+        return value
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -62,17 +64,19 @@ def _sorted(value: object) -> object:
         return {key: _sorted(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):
         return [_sorted(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InternalError(f"a manifest cannot hold {value}")
-    if isinstance(value, int) and abs(value) > INT_MAX:
-        raise InternalError(f"a manifest cannot hold the integer {value}")
-    if value is None or isinstance(value, (str, int, float)):
+    if isinstance(value, int):
+        if not -INT_MAX <= value <= INT_MAX:
+            raise InternalError(f"a manifest cannot hold the integer {value}")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InternalError(f"a manifest cannot hold {value}")
         return value
     raise InternalError(f"a manifest cannot hold a {type(value).__name__}")
 
 
 def decode(raw: bytes, base: int = 0) -> object:
-    """The value of canonical msgpack bytes; arrays become tuples.
+    """The value of msgpack bytes; arrays become tuples. Whether they are canonical is left to `check_canonical`.
 
     Memory and time are bounded by `raw`'s length and `MANIFEST_MAX_VALUES`, whatever counts the bytes declare.
 
@@ -86,17 +90,29 @@ def decode(raw: bytes, base: int = 0) -> object:
     decoder = _Decoder(raw, base)
     value = decoder.value(0)
     if decoder.pos != len(raw):
-        raise decoder.bad(
-            "TRAILING", "bytes follow the manifest's value", "the end", f"{len(raw) - decoder.pos} more bytes"
-        )
+        got = f"{len(raw) - decoder.pos} more bytes"
+        raise decoder.bad("TRAILING", "bytes follow the manifest's value", "the end", got)
+    return value
+
+
+def check_canonical(value: object, raw: bytes, base: int = 0) -> None:
+    """Refuse bytes that are not the canonical encoding of the value they hold.
+
+    Args:
+        value: what `decode` made of `raw`.
+        raw: the bytes.
+        base: offset of `raw` in its file, for messages.
+
+    Raises:
+        FormatError: CALBIN_MSGPACK_CANONICAL with the offset of the first byte that differs.
+    """
     again = encode(value)
     if again != raw:
+        decoder = _Decoder(raw, base)
         at = next((i for i, (a, b) in enumerate(zip(raw, again, strict=False)) if a != b), min(len(raw), len(again)))
         decoder.pos = at
-        raise decoder.bad(
-            "CANONICAL", "the encoding is not the canonical one", again[at : at + 8].hex(), raw[at : at + 8].hex()
-        )
-    return value
+        what = "the encoding is not the canonical one"
+        raise decoder.bad("CANONICAL", what, again[at : at + 8].hex(), raw[at : at + 8].hex())
 
 
 def locate(raw: bytes, paths: Iterable[Path], base: int = 0) -> dict[Path, int]:
@@ -145,6 +161,7 @@ class _Decoder:
         self.base = base
         self.pos = 0
         self.values = 0
+        self.keys: dict[bytes, str] = {}
 
     def bad(self, code: str, what: str, expected: str = "", got: str = "") -> FormatError:
         return FormatError(
@@ -198,7 +215,17 @@ class _Decoder:
         if self.pos >= len(self.raw) or not (0xA0 <= self.raw[self.pos] < 0xC0 or 0xD9 <= self.raw[self.pos] <= 0xDB):
             raise self.bad("KEY", "a map key is not a string")
         self.values += 1
-        return self.text(self.head()[1])
+        first = self.raw[self.pos]
+        if first >= 0xC0:
+            return self.text(self.head()[1])
+        # Few keys occur many times: each is decoded once.
+        packed = self.raw[self.pos : self.pos + first - 0x9F]
+        known = self.keys.get(packed)
+        if known is None:
+            known = self.keys[packed] = self.text(self.head()[1])
+        else:
+            self.pos += len(packed)
+        return known
 
     def value(self, depth: int) -> object:
         if self.pos >= len(self.raw):

@@ -39,6 +39,7 @@ INT_MAX = 2**62
 """No integer of the manifest is larger in magnitude, so sums of two never leave 64 bits."""
 
 MAX_RANK = 8
+MAX_CHIPS = 64
 WEIGHT_ALIGN = 64
 """Weights start on multiples of this inside their shard."""
 MAX_HOLE = 4096

@@ -254,7 +254,7 @@ class Compatibility(Frozen):
 
 
 class TargetDesc(Frozen):
-    """The machine the artefact was compiled for. Bytes, not MiB (R9)."""
+    """The machine the artefact was compiled for. Capacities are bytes per chip, not MiB (R9)."""
 
     name: Name
     chips: Positive

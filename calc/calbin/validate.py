@@ -47,16 +47,16 @@ def validate(buf: memoryview, size: int, *, deep: bool) -> Manifest:
         raise FormatError(Problem("CALBIN_MANIFEST_DIGEST", "manifest", what, expected, digest.hex(), HINT, at))
 
     report = Report(raw, base)
-    ctx = Context(to_manifest(decode(raw, base), raw, header.version, report), report)
+    ctx = Context(to_manifest(decode(raw, base), raw, base, header.version, report), report)
     check_compatibility(ctx)
 
     check_names(ctx)
+    check_target(ctx)
     report.raise_if_any()
     check_sections(ctx, buf, header)
     check_references(ctx)
     report.raise_if_any()
 
-    check_target(ctx)
     check_submodels(ctx)
     check_kv(ctx)
     check_dram(ctx)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from calc.calbin.codec import encode
+from calc.calbin.codec import check_canonical, encode
 from calc.calbin.layout import FORMAT, HINT
 from calc.calbin.manifest import Manifest
 from calc.calbin.report import Report
@@ -42,7 +42,7 @@ _LISTABLE = 10_000
 _RANGES = ("greater_than", "greater_than_equal", "too_short")
 
 
-def to_manifest(value: object, raw: bytes, version: tuple[int, int], report: Report) -> Manifest:
+def to_manifest(value: object, raw: bytes, base: int, version: tuple[int, int], report: Report) -> Manifest:
     """The models of decoded `value`.
 
     A newer minor's unknown fields are dropped: what a reader must know to read right is in the header's feature bits.
@@ -50,18 +50,22 @@ def to_manifest(value: object, raw: bytes, version: tuple[int, int], report: Rep
     Args:
         value: what `decode` made of `raw`.
         raw: the manifest's bytes.
+        base: their offset in the file.
         version: the header's version.
         report: takes the problems.
 
     Raises:
         FormatError: CALBIN_TYPE, CALBIN_UNKNOWN_FIELD, CALBIN_MISSING_FIELD, CALBIN_ENUM, CALBIN_RANGE, CALBIN_NAME,
-            CALBIN_PATTERN, CALBIN_CANONICAL, CALBIN_FORMAT_FIELD and those of `_FIELD_CODES`.
+            CALBIN_PATTERN, CALBIN_CANONICAL, CALBIN_FORMAT_FIELD, CALBIN_MSGPACK_CANONICAL and those of `_FIELD_CODES`.
     """
     manifest = _validate(value, report, newer=version > FORMAT)
     if manifest.format != version:
         what = "header and manifest name different format versions"
         report.add("CALBIN_FORMAT_FIELD", ("format",), what, expected=version, got=manifest.format, hint=HINT)
-    elif version == FORMAT and encode(manifest.model_dump()) != raw:
+    elif version != FORMAT:
+        check_canonical(value, raw, base)
+    elif encode(manifest.model_dump()) != raw:
+        check_canonical(value, raw, base)
         what = "the manifest is not what a writer makes of its own content"
         hint = "write every field, also those with a default, and floats as floats"
         report.add("CALBIN_CANONICAL", (), what, hint=hint)

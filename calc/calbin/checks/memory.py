@@ -48,6 +48,7 @@ def check_dram(ctx: Context) -> None:
         _report_overlaps(ctx, spans)
     owned = _owned(ctx)
     for chip, spans in owned.items():
+        spans.sort(key=lambda s: s[0])
         _report_overlaps(ctx, spans)
         for span in spans:
             _check_inside(ctx, span, regions[chip])
@@ -111,7 +112,7 @@ def _check_tensors(
                 own[at.chip].append(span)
     for chip, spans in own.items():
         _report_overlaps(ctx, spans)
-        taken = sorted(owned[chip], key=lambda s: s[0])
+        taken = owned[chip]
         for span in spans:
             before = bisect_left(taken, span[1], key=lambda s: s[0]) - 1
             if before >= 0 and taken[before][1] > span[0]:

@@ -6,7 +6,7 @@ import hashlib
 from math import prod
 
 from calc.calbin.codec import Path
-from calc.calbin.layout import DRIVER_VERSION, INT_MAX, MAX_RANK, RUNTIME_VERSION, version_text
+from calc.calbin.layout import DRIVER_VERSION, INT_MAX, MAX_CHIPS, MAX_RANK, RUNTIME_VERSION, version_text
 from calc.calbin.manifest import SubModel, TensorDesc
 from calc.calbin.report import Context
 from calc.core.isa import CSR_STRIDE, CSRS, ISA_NAME, ISA_VERSION
@@ -43,7 +43,7 @@ def check_compatibility(ctx: Context) -> None:
 
 
 def check_target(ctx: Context) -> None:
-    """CALBIN_UNITS (R9), CALBIN_TARGET_DIGEST, CALBIN_FORMAT_FIELD, CALBIN_CSR."""
+    """CALBIN_UNITS (R9), CALBIN_CHIP, CALBIN_TARGET_DIGEST, CALBIN_FORMAT_FIELD, CALBIN_CSR."""
     m = ctx.manifest
     for name, value, least in (
         ("sram_bytes", m.target.sram_bytes, _MIN_SRAM),
@@ -52,6 +52,10 @@ def check_target(ctx: Context) -> None:
         if value < least:
             what = "a capacity this small is not in bytes (R9)"
             ctx.report.add("CALBIN_UNITS", ("target", name), what, expected=f"at least {least} bytes", got=value)
+    if m.target.chips > MAX_CHIPS:
+        ctx.report.add(
+            "CALBIN_CHIP", ("target", "chips"), "too many chips", expected=f"at most {MAX_CHIPS}", got=m.target.chips
+        )
     digest = hashlib.sha256(m.target.toml.encode()).hexdigest()
     if digest != m.target.digest:
         what = "the target's text does not have its digest"
@@ -121,18 +125,21 @@ def _check_chips(ctx: Context, sub: SubModel, path: Path) -> None:
         what = "each chip of a sub-model needs a shard, and each shard a chip"
         ctx.report.add("CALBIN_CHIP", (*path, "chip_map"), what, expected=shards, got=chips)
     layers = sorted(layer for part in sub.chip_map for layer in part.layers)
-    if layers != list(range(len(m.model.layers))):
+    if len(layers) != len(m.model.layers) or layers != list(range(len(layers))):
         what = "the chips do not have each layer of the model once"
         expected = f"0 to {len(m.model.layers) - 1}"
         ctx.report.add("CALBIN_LAYERS", (*path, "chip_map"), what, expected=expected, got=layers)
-    where = {layer.layer: layer.chip for layer in m.kv.layers}
     for j, part in enumerate(sub.chip_map):
         for layer in part.layers:
-            if sub.role != "encode" and where.get(layer, part.chip) != part.chip:
+            if sub.role != "encode" and ctx.kv_chips.get(layer, part.chip) != part.chip:
                 what = "the layer runs on another chip than its KV cache"
                 at = (*path, "chip_map", j, "layers")
                 ctx.report.add(
-                    "CALBIN_KV", at, what, expected=f"layer {layer} on chip {where[layer]}", got=f"chip {part.chip}"
+                    "CALBIN_KV",
+                    at,
+                    what,
+                    expected=f"layer {layer} on chip {ctx.kv_chips[layer]}",
+                    got=f"chip {part.chip}",
                 )
 
 

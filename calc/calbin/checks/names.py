@@ -116,6 +116,7 @@ def _check_chips(ctx: Context) -> None:
             ctx.report.add(
                 "CALBIN_CHIP", ("shards", i, "chip"), what, expected=f"0 to {m.target.chips - 1}, once", got=shard.chip
             )
+    expected = f"one of {sorted(shards)[:16]}"
     tables: tuple[tuple[str, Iterable[int]], ...] = (
         ("weights", (w.chip for w in m.weights)),
         ("dram", (r.chip for r in m.dram)),
@@ -123,13 +124,11 @@ def _check_chips(ctx: Context) -> None:
     for table, chips in tables:
         for i, chip in enumerate(chips):
             if chip not in shards:
-                expected = f"one of {sorted(shards)[:16]}"
                 ctx.report.add(
                     "CALBIN_INDEX", (table, i, "chip"), "no shard is for this chip", expected=expected, got=chip
                 )
     for i, layer in enumerate(m.kv.layers):
         if layer.chip not in shards:
-            expected = f"one of {sorted(shards)[:16]}"
             ctx.report.add(
                 "CALBIN_INDEX",
                 ("kv", "layers", i, "chip"),

@@ -118,18 +118,19 @@ def check_entries(ctx: Context, data: memoryview) -> None:
             )
         if m.golden is not None:
             spans[m.golden.section].append((array.offset, array.offset + array.nbytes, path))
+    index = {s.name: i for i, s in enumerate(m.sections)}
     for i, file in enumerate(m.files):
         spans[file.section].append((file.offset, file.offset + file.nbytes, ("files", i)))
     for name, found in spans.items():
         section = ctx.sections[name]
         content = data[section.offset : section.offset + section.nbytes]
-        _check_spans(ctx, found, section.nbytes, ENTRY_HOLE, ("sections", m.sections.index(section)))
+        _check_spans(ctx, found, section.nbytes, ENTRY_HOLE, ("sections", index[name]))
         ctx.report.raise_if_any()
         end = 0
         for start, stop, path in sorted(found, key=_start):
             _check_zero_inside(ctx, content, end, start, path, section.offset)
             end = max(end, stop)
-        _check_zero_inside(ctx, content, end, section.nbytes, ("sections", m.sections.index(section)), section.offset)
+        _check_zero_inside(ctx, content, end, section.nbytes, ("sections", index[name]), section.offset)
 
 
 def _check_zero_inside(ctx: Context, content: memoryview, start: int, end: int, path: Path, base: int) -> None:

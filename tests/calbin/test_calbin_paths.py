@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calc.calbin import reader
-from calc.calbin.codec import decode, encode
+from calc.calbin.codec import check_canonical, decode, encode
 from calc.calbin.reader import open_calbin
 from calc.calbin.validate import validate
 from calc.core.errors import CalcError, DiskError, FormatError, InternalError
@@ -150,7 +150,7 @@ def test_inspecting_touches_no_shard_page(deep, code):
     script = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[2])!r}]
-from test_paths import GOOD, Guard, validate
+from test_calbin_paths import GOOD, Guard, validate
 validate(memoryview(Guard(GOOD, {entry["offset"]}, {entry["nbytes"]}).map), len(GOOD), deep={deep})
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, preexec_fn=no_core)
@@ -269,6 +269,7 @@ def test_fuzz_a_program_of_other_bytes(changes):
 def test_fuzz_decode_never_raises_anything_else(data):
     try:
         value = decode(data)
+        check_canonical(value, data)
     except FormatError:
         return
     assert encode(value) == data
