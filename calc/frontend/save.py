@@ -2,7 +2,8 @@
 
 ONNX Runtime reads external data only from files that really lie in the graph's own directory: neither a path that
 leaves it nor a symbolic link out of it is accepted. The shards are therefore hard-linked next to the graphs (no bytes
-are copied); where the file system cannot, they are copied.
+are copied); where the file system cannot, they are copied. onnx's own checker refuses hard links as well: who needs it
+asks for copies.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from calc.core.variant import Variant
 from calc.frontend.export import Exported
 
 INLINE_LIMIT = 1 << 20
-"""Constants above this many bytes (RoPE tables of a long context) go into a file of their own."""
+"""Float constants above this many bytes (RoPE tables of a long context) go into a file of their own."""
 
 _MAX_PROTO = (1 << 31) - 1
 _ALIGN = 4096
 
 
-def save(exported: Exported, out_dir: Path, *, inline_limit: int = INLINE_LIMIT) -> tuple[Path, ...]:
+def save(
+    exported: Exported, out_dir: Path, *, inline_limit: int = INLINE_LIMIT, copy: bool = False
+) -> tuple[Path, ...]:
     """Write the graphs and ``model_spec.json``.
 
     Args:
         exported: from `export`.
         out_dir: made if it does not exist. A role with one variant is called ``prefill.onnx`` / ``decode.onnx``; of
             several variants each has its own name, e.g. ``prefill_b1_s128.onnx``.
-        inline_limit: constants above this many bytes are stored outside of the graph's protobuf.
+        inline_limit: float constants above this many bytes are stored outside of the graph's protobuf. (Shapes and
+            indices stay inside: a reader needs them to infer shapes.)
+        copy: copy the weights instead of hard-linking them, for readers that refuse hard links.
 
     Returns:
         The files written, without the weight shards.
@@ -58,7 +63,7 @@ def save(exported: Exported, out_dir: Path, *, inline_limit: int = INLINE_LIMIT)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         paths = {ref.path for ref in exported.weights.values() if isinstance(ref, FileTensor)}
-        shards = _place_shards(sorted(paths), out_dir)
+        shards = _place_shards(sorted(paths), out_dir, copy=copy)
         written = [
             _write_graph(graph, out_dir / f"{stem}.onnx", shards, inline_limit)
             for stem, graph in zip(_stems(exported.graphs), exported.graphs.values(), strict=True)
@@ -79,7 +84,7 @@ def _stems(variants: Iterable[Variant]) -> list[str]:
     return [v.role if roles[v.role] == 1 else v.name for v in listed]
 
 
-def _place_shards(shards: list[Path], out_dir: Path) -> dict[Path, str]:
+def _place_shards(shards: list[Path], out_dir: Path, *, copy: bool) -> dict[Path, str]:
     """Each shard → its name in `out_dir`, where it is put unless it lies there already."""
     names: dict[Path, str] = {}
     for i, shard in enumerate(shards):
@@ -90,18 +95,22 @@ def _place_shards(shards: list[Path], out_dir: Path) -> dict[Path, str]:
         if name in names.values():
             name = f"{i:05d}-{name}"
         target = out_dir / name
-        if not (target.exists() and target.samefile(shard)):
+        if copy or not (target.exists() and target.samefile(shard)):
             target.unlink(missing_ok=True)
-            _link_or_copy(shard, target)
+            _link_or_copy(shard, target, copy=copy)
         names[shard] = name
     return names
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)
+def _link_or_copy(source: Path, target: Path, *, copy: bool) -> None:
+    if not copy:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without hard links
+            pass
+        else:
+            return
+    shutil.copyfile(source, target)
 
 
 def _write_graph(model: ir.Model, path: Path, shards: dict[Path, str], inline_limit: int) -> Path:
@@ -114,7 +123,7 @@ def _write_graph(model: ir.Model, path: Path, shards: dict[Path, str], inline_li
         data = values[tensor.name].const_value
         if isinstance(data, ir.ExternalTensor):
             _refer(tensor, shards[Path(data.path)], data.offset or 0, data.nbytes)
-        elif len(tensor.raw_data) > inline_limit:
+        elif tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.raw_data) > inline_limit:
             blob.extend(b"\0" * (-len(blob) % _ALIGN))
             at, size = len(blob), len(tensor.raw_data)
             blob.extend(tensor.raw_data)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.onnx.errors import OnnxExporterError
 from transformers.modeling_utils import PreTrainedModel
 
-from calc.core.errors import InternalError, Problem, UnsupportedError
+from calc.core.errors import Problem, UnsupportedError
 from calc.core.spec import LayerSpec
 from calc.core.variant import Variant
 from calc.frontend import ops
@@ -156,8 +156,7 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
                 verbose=False,
                 custom_translation_table=ops.translations(),
             )
-    if onnx_program is None:
-        raise InternalError("torch.onnx.export returned no program")
+    assert onnx_program is not None  # it is only when a file name is passed
     tables = {f"rope.{name}": buffer.numpy() for name, buffer in rope.tables.named_buffers()}
     return Traced(onnx_program.model, tables)
 

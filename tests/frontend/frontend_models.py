@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from calc.core.variant import Variant
 from calc.frontend.export import Exported, export
-from calc.frontend.save import save
+from calc.frontend.save import INLINE_LIMIT, save
 
 Array = NDArray[Any]
 
@@ -83,11 +83,12 @@ class Runner:
 
     exported: Exported
     directory: Path
+    inline_limit: int = INLINE_LIMIT
     sessions: dict[Variant, onnxruntime.InferenceSession] = field(default_factory=dict)
     state: list[list[Array]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        files = save(self.exported, self.directory)
+        files = save(self.exported, self.directory, inline_limit=self.inline_limit)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = 1
@@ -191,7 +192,7 @@ def stepwise(run: Runner, tokens: Sequence[int], prompt: int) -> list[float]:
     return found
 
 
-def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Rewrite a safetensors file after `change` has altered its tensors."""
     tensors = load_file(path)
     change(tensors)

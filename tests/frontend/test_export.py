@@ -192,7 +192,7 @@ def test_merged_experts_in_the_checkpoint_are_sliced(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**t0(num_local_experts=4, num_experts_per_tok=2))
     model = save_model(config, tmp_path / "m", dtype=torch.float16)
     state = make(config, dtype=torch.float16).state_dict()
-    edit_tensors(model / SINGLE, lambda t: (t.clear(), t.update(state)) and None)
+    edit_tensors(model / SINGLE, lambda t: (t.clear(), t.update(state)))
     exported = export(model, [PREFILL], 48)
     graph = exported.graphs[PREFILL]
     assert count(graph, "Slice") == 4
@@ -265,7 +265,7 @@ def test_form_of_the_graph(llama: Path) -> None:
     assert dict(q_proj.metadata_props) == {"calc.scope": "model.layers.1.self_attn.q_proj", "calc.layer": "1"}
     head = named["lm_head/MatMul"]
     assert dict(head.metadata_props) == {"calc.scope": "lm_head"}
-    assert [d for d in (head.inputs[0].shape if head.inputs[0] else None) or ()] == [1, 32]
+    assert list((head.inputs[0].shape if head.inputs[0] else None) or ()) == [1, 32]
     attributes = named["model.layers.0.self_attn/Attention"].attributes
     assert attributes["scale"].as_float() == pytest.approx(8**-0.5)
     assert attributes["is_causal"].as_int() == 1
