@@ -48,9 +48,7 @@ def encode(value: object) -> bytes:
     Raises:
         InternalError: a value with no canonical form, such as NaN or an integer past 2**62.
     """
-    packed = msgpack.packb(_sorted(value), use_bin_type=True)
-    if not isinstance(packed, bytes):
-        raise InternalError("msgpack answered with something else than bytes")
+    packed: bytes = msgpack.packb(_sorted(value), use_bin_type=True)
     return packed
 
 

@@ -326,14 +326,14 @@ def golden_arrays() -> tuple[list[dict], bytes]:
     data = logits + key
     return [
         {
-            "name": "exported.logits",
+            "name": "hf/logits",
             "dtype": "f32",
             "shape": (len(LOGITS_ROWS), VOCAB),
             "offset": 0,
             "nbytes": len(logits),
         },
         {
-            "name": "exported.kv.1.key",
+            "name": "hf/key.1",
             "dtype": "bf16",
             "shape": (len(TOKENS), HEAD),
             "offset": len(logits),

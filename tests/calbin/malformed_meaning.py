@@ -305,7 +305,7 @@ def _(m: dict) -> None:
 
 @edited("50 KV of no layer", "CALBIN_GOLDEN")
 def _(m: dict) -> None:
-    m["arrays"][1]["name"] = "exported.kv.2.key"
+    m["arrays"][1]["name"] = "hf/value.2"
 
 
 field("50 a token past the vocabulary", "CALBIN_GOLDEN", "golden.tokens[4]", VOCAB)
@@ -328,6 +328,7 @@ field("56 no sub-model", "CALBIN_RANGE", "submodels", ())
 field("format of the header and the manifest differ", "CALBIN_FORMAT_FIELD", "format", (1, 1), (2, 0))
 field("format of the compatibility record", "CALBIN_FORMAT_FIELD", "compatibility.calbin", (1, 1))
 field("digest of the target", "CALBIN_TARGET_DIGEST", "target.toml", "other")
+field("too many chips", "CALBIN_CHIP", "target.chips", 65)
 field("units of the target", "CALBIN_UNITS", "target.sram_bytes", 18)
 field("no input", "CALBIN_NO_TENSOR", f"{P}.inputs", ())
 field("pattern of a digest", "CALBIN_PATTERN", "target.digest", "A" * 64, "0" * 63)

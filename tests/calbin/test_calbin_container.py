@@ -81,9 +81,9 @@ def test_reader_answers_views(parts, tmp_path):
             shard = c.shard(chip)
             assert shard.tobytes() == parts.content(f"weights.{chip}")[: parts.manifest["shards"][chip]["nbytes"]]
             assert not shard.flags.writeable and not shard.flags.owndata
-        logits = c.array("exported.logits")
+        logits = c.array("hf/logits")
         assert logits.shape == (len(LOGITS_ROWS), VOCAB) and logits.dtype == np.float32 and logits[1, 3] == VOCAB + 3
-        assert c.array("exported.kv.1.key").dtype == ml_dtypes.bfloat16
+        assert c.array("hf/key.1").dtype == ml_dtypes.bfloat16
         assert c.file("tokenizer.json") == TOKENIZER
         assert bytes(c.section("graphs")) == b"onnx"
         assert c.manifest.kv.capacity == CAPACITY

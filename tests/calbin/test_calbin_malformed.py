@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import tracemalloc
 from pathlib import Path
 
 import malformed_file  # noqa: F401 - registers its cases
@@ -35,6 +36,17 @@ def test_malformed(case: Case, tmp_path):
     for problem in e.value.problems[:MAX_PROBLEMS]:
         assert problem.what and problem.where and problem.hint
         assert problem.offset is not None and 0 <= problem.offset <= len(data)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "claims" in c.name or "deep" in c.name], ids=lambda c: c.name)
+def test_memory_is_bounded_by_the_file_not_by_its_claims(case: Case):
+    data = case.damage(tiny(case.chips))
+    tracemalloc.start()
+    with pytest.raises(FormatError):
+        validate(memoryview(data), len(data), deep=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000 + 3 * len(data)
 
 
 def test_every_item_has_a_case():

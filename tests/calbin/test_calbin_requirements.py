@@ -79,6 +79,12 @@ def test_r11_every_version_that_does_not_fit_is_told_at_once(one):
     assert codes(one, *changes, kind=VersionError) == ("CALBIN_ISA", "CALBIN_RUNTIME", "CALBIN_DRIVER")
 
 
+def test_golden_vectors_are_optional(one):
+    one.sections = [s for s in one.sections if s[0] != "golden"]
+    data = assemble(one, edit=lambda m: m.update(golden=None, arrays=()))
+    assert validate(memoryview(data), len(data), deep=True).golden is None
+
+
 def test_an_encoder_needs_neither_role_nor_kv(one):
     one.sections = [s for s in one.sections if s[0] != "program.decode_b1_s1.0"]
 

@@ -14,8 +14,7 @@ from calc.calbin.report import Context
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the tokenizer's file when `model.tokenizer.kind` is ``tokenizers``."""
 
-_LOGITS = re.compile(r"(^|[./])logits($|[./])")
-_KV = re.compile(r"(^|[./])kv\.(\d{1,9})\.(key|value)($|[./])")
+_KV = re.compile(r"(key|value)\.(\d{1,9})")
 
 
 def check_golden(ctx: Context) -> None:
@@ -44,7 +43,8 @@ def check_golden(ctx: Context) -> None:
 
 def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int) -> None:
     model = ctx.manifest.model
-    if _LOGITS.search(array.name) and (array.shape != (rows, model.vocab) or array.dtype == "i32"):
+    content = array.name.rpartition("/")[2]
+    if content == "logits" and (array.shape != (rows, model.vocab) or array.dtype == "i32"):
         what = "golden logits have another shape or dtype"
         ctx.report.add(
             "CALBIN_GOLDEN",
@@ -53,7 +53,7 @@ def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int)
             expected=f"f32 or bf16 {(rows, model.vocab)}",
             got=f"{array.dtype} {array.shape}",
         )
-    kv = _KV.search(array.name)
+    kv = _KV.fullmatch(content)
     if kv is None:
         return
     layer = int(kv[2])
@@ -62,7 +62,7 @@ def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int)
         ctx.report.add("CALBIN_GOLDEN", (*path, "name"), what, expected=f"below {len(model.layers)}", got=layer)
         return
     spec = model.layers[layer]
-    width = spec.kv_heads * (spec.key_dim if kv[3] == "key" else spec.value_dim)
+    width = spec.kv_heads * (spec.key_dim if kv[1] == "key" else spec.value_dim)
     size = prod(array.shape)
     if size % width or size > width * tokens or array.dtype == "i32":
         what = "golden KV has another shape or dtype"
