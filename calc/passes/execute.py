@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from calc.passes.base import Graph
 
 Array = NDArray[np.generic]
-Provider = Callable[[str], Array]
+Provider = Callable[[Graph, str], Array]
 
 INLINE_LIMIT = 1 << 30
 """Weights of a segment up to this many bytes travel inside its model; more are handed over as external arrays."""
@@ -110,11 +110,11 @@ def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
     total = sum(4 * int(np.prod(g.weights[n].shape)) for n in big)
     if total <= INLINE_LIMIT:
         for name in big:
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(provider(name)), name))
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(provider(g, name)), name))
     else:
         names, arrays = [], []
         for name in big:
-            data = np.ascontiguousarray(provider(name))
+            data = np.ascontiguousarray(provider(g, name))
             t = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(data.dtype), dims=data.shape)
             t.data_location = onnx.TensorProto.EXTERNAL
             t.external_data.add(key="location", value="weights")
@@ -151,7 +151,7 @@ def replay(
 
     Args:
         graphs: graphs by name; all cut into the same number of segments.
-        provider: a weight's data by initializer name.
+        provider: a weight's data by graph and initializer name.
         plan: the calls in order.
         progress: told the name of each segment.
     """

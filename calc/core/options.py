@@ -1,0 +1,97 @@
+"""What a user may ask of a compile, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field
+
+from calc.core.spec import Frozen
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, steps done, steps in all); a total of 0 means unknown."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+class CompileOptions(Frozen):
+    """Options of a compile.
+
+    Attributes:
+        target: a bundled target's name or the path of a TOML file.
+        quant: bf16, w8a8, w4a16 or the path of a recipe.
+        prefill: sequence buckets. Longer prompts run in chunks.
+        batch: decode batches; batch 1 is always compiled too.
+        max_seq_len: tokens a KV slot holds; None takes the model's context, at most 4096.
+        jobs: worker threads that read and pack weights. The result does not depend on it.
+        golden: make golden vectors (needs torch and transformers).
+        check_passes: run the graph in ONNX Runtime after every pass; None does so for models under 50 M parameters.
+    """
+
+    target: str = "calculet-1chip"
+    quant: str = "bf16"
+    prefill: Annotated[tuple[int, ...], Field(min_length=1)] = (128,)
+    batch: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
+    max_seq_len: int | None = Field(default=None, gt=0)
+    jobs: int = Field(default=1, gt=0, le=256)
+    golden: bool = True
+    check_passes: bool | None = None
+
+
+class VariantReport(Frozen):
+    """One sub-model: size of its programs and its cost at a full bucket on the target's clock."""
+
+    name: str
+    role: str
+    batch: int
+    seq: int
+    past: int
+    instructions: int
+    sram_peak: tuple[int, ...]
+    macs: int
+    vector_ops: int
+    dram_bytes: int
+    link_bytes: int
+    cycles: int
+    seconds: float
+    tokens_per_second: float
+    bound: str
+
+
+class RungReport(Frozen):
+    """One comparison of the verification ladder. None where it has not been measured."""
+
+    name: str
+    reference: str
+    metric: str
+    logits: float | None
+    kv: float | None
+    gate_logits: float
+    gate_kv: float
+    ok: bool
+
+
+class CompileReport(Frozen):
+    """What a compile made, or would make (``--dry-run``). Sizes are bytes."""
+
+    model: str
+    family: str
+    parameters: int
+    target: str
+    chips: int
+    quant: str
+    max_seq_len: int
+    slots: int
+    layers_per_chip: tuple[int, ...]
+    shard_bytes: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
+    dram_bytes: tuple[int, ...]
+    dram_capacity: int
+    sram_capacity: int
+    variants: tuple[VariantReport, ...]
+    rungs: tuple[RungReport, ...]
+    path: str | None
+    nbytes: int

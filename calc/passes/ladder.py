@@ -1,0 +1,234 @@
+"""The verification ladder: what each stage of the compiler did to the numbers.
+
+::
+
+    transformers fp32 -> exported graph (ORT) -> fused graph (ORT) -> bf16 -> quantized -> program (simulator)
+
+Every rung but the last runs here, in ONNX Runtime on the golden tokens; the last is `calc verify`'s. A rung compares
+with the one before it, so that the one that fails is the stage that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calc.calbin.manifest import Rung
+from calc.core.errors import Problem, VerificationError
+from calc.core.tensors import TensorRef
+from calc.kernels.base import Scheme
+from calc.passes.execute import Replayed, ReplayCall
+from calc.passes.quantize import schemes as scheme_registry
+
+F32 = NDArray[np.float32]
+RungName = Literal["exported", "fused", "bf16", "quantized", "program"]
+
+DECODE_STEPS = 16
+"""Decode steps of a replay."""
+
+FP32_GATE = 2e-4
+"""Largest absolute difference between two FP32 evaluations, for values up to 42. For scale: transformers' eager against
+its sdpa attention 5.5e-5, its fp32 against fp64 5.9e-5 on SmolLM2."""
+
+FP32_SCALE = 42.0
+"""Larger values scale the gate: FP32 rounding is relative."""
+
+GATES: dict[str, tuple[float, float, str]] = {
+    "bf16": (0.05, 0.05, "relative RMS against the FP32 graph; BF16 keeps 8 bits: about 0.01 measured on SmolLM2"),
+    "quantized": (0.6, 0.6, "relative RMS against bf16; round to nearest at 4 bits, measured up to 0.35"),
+    "program": (0.02, 0.02, "relative RMS against the same numerics in ONNX Runtime; only the order of FP32 sums differs, "
+                "and BF16 stores where that crosses a rounding boundary"),
+}
+"""Gate of logits, gate of KV, and why, chosen from the measurements in ``docs/results.md``."""
+
+
+@dataclass(frozen=True)
+class GoldenPlan:
+    """Which tokens are replayed and which rows are kept.
+
+    Attributes:
+        tokens: the whole sequence.
+        prompt: tokens of the prefill; the rest is decoded one by one.
+        rows: positions whose logits transformers gives: the replay's, and the ends of prompts around every bucket.
+    """
+
+    tokens: tuple[int, ...]
+    prompt: int
+    rows: tuple[int, ...]
+
+    def calls(self, bucket: int, prefill: str, decode: str) -> list[ReplayCall]:
+        """The replay: one padded prefill, then `DECODE_STEPS` decodes."""
+        ids = np.zeros((1, bucket), np.int64)
+        ids[0, : self.prompt] = self.tokens[: self.prompt]
+        out = [ReplayCall(prefill, ids, self.prompt, 0)]
+        for t in range(self.prompt, self.prompt + DECODE_STEPS):
+            out.append(ReplayCall(decode, np.array([[self.tokens[t]]], np.int64), 1, t))
+        return out
+
+    @property
+    def replay_rows(self) -> list[int]:
+        """Positions whose logits the replay gives."""
+        return list(range(self.prompt - 1, self.prompt + DECODE_STEPS))
+
+
+def golden_plan(tokens: Sequence[int], buckets: Sequence[int], max_seq_len: int) -> GoldenPlan:
+    """Choose prompt and rows.
+
+    Args:
+        tokens: at least as many tokens as will be used; surplus is cut.
+        buckets: prefill buckets.
+        max_seq_len: KV capacity.
+
+    Raises:
+        VerificationError: GOLDEN_TOO_SHORT when the capacity leaves no room for the replay.
+    """
+    smallest = min(buckets)
+    prompt = min(max(1, smallest - 3), max_seq_len - DECODE_STEPS)
+    if prompt < 1:
+        raise VerificationError(
+            Problem("GOLDEN_TOO_SHORT", "max_seq_len", "leaves no room for a prompt and the golden decode steps", f">= {DECODE_STEPS + 1}", str(max_seq_len))
+        )
+    ends = {n for s in buckets for n in (s - 1, s, s + 1) if 1 <= n <= max_seq_len}
+    length = max(prompt + DECODE_STEPS, *ends) if ends else prompt + DECODE_STEPS
+    used = tuple(int(t) for t in tokens[:length])
+    ends = {n for n in ends if n <= len(used)}
+    rows = sorted({*range(prompt - 1, prompt + DECODE_STEPS), *(n - 1 for n in ends)})
+    return GoldenPlan(used, prompt, tuple(rows))
+
+
+def rel_rms(got: Sequence[F32], want: Sequence[F32]) -> float:
+    """Root mean square of the difference over that of the reference, all arrays together."""
+    num = sum(float(np.square(g - w, dtype=np.float64).sum()) for g, w in zip(got, want, strict=True))
+    den = sum(float(np.square(w, dtype=np.float64).sum()) for w in want)
+    return float(np.sqrt(num / den)) if den else float(np.sqrt(num))
+
+
+def max_abs(got: Sequence[F32], want: Sequence[F32]) -> float:
+    """Largest absolute difference over all arrays."""
+    return max(float(np.abs(g - w).max(initial=0.0)) for g, w in zip(got, want, strict=True))
+
+
+@dataclass
+class Ladder:
+    """Climbs the rungs and keeps what each gave."""
+
+    rungs: list[Rung] = field(default_factory=list)
+    results: dict[str, Replayed] = field(default_factory=dict)
+
+    def start(self, name: str, result: Replayed) -> None:
+        """The ground: transformers in fp32."""
+        self.results[name] = result
+
+    @staticmethod
+    def fp32_gate(want: Replayed) -> float:
+        """How far another FP32 evaluation may be away, for values as large as these."""
+        largest = max(float(np.abs(a).max(initial=0.0)) for a in (want.logits, *want.keys, *want.values))
+        return FP32_GATE * max(1.0, largest / FP32_SCALE)
+
+    def climb(self, name: RungName, reference: str, result: Replayed) -> None:
+        """Compare a stage's result with an earlier one.
+
+        Raises:
+            VerificationError: LADDER_<NAME> when it is beyond its gate.
+        """
+        want = self.results[reference]
+        self.results[name] = result
+        kv, kv_want = [*result.keys, *result.values], [*want.keys, *want.values]
+        if name in ("exported", "fused"):
+            metric: Literal["max_abs", "rel_rms"] = "max_abs"
+            logits, kvs = max_abs([result.logits], [want.logits]), max_abs(kv, kv_want)
+            gates = tuple(FP32_GATE * max(1.0, max(float(np.abs(a).max()) for a in arrays) / FP32_SCALE) for arrays in ([want.logits], kv_want))
+            why = "two FP32 evaluations of one function differ by the order of their sums"
+        else:
+            metric = "rel_rms"
+            logits, kvs = rel_rms([result.logits], [want.logits]), rel_rms(kv, kv_want)
+            gates, why = GATES[name][:2], GATES[name][2]
+        rung = Rung(
+            name=name, reference=reference, candidate=name, metric=metric, logits=logits, kv=kvs, gate_logits=gates[0], gate_kv=gates[1], why=why
+        )
+        self.rungs.append(rung)
+        check_rung(rung)
+
+    def finish(self, reference: str) -> None:
+        """Add the last rung, which `calc verify` climbs."""
+        gate_logits, gate_kv, why = GATES["program"]
+        self.rungs.append(
+            Rung(
+                name="program", reference=reference, candidate="simulator", metric="rel_rms", logits=None, kv=None, gate_logits=gate_logits, gate_kv=gate_kv, why=why
+            )
+        )
+
+
+def check_rung(rung: Rung) -> None:
+    """Refuse a rung beyond its gate, or one that is not a number.
+
+    Raises:
+        VerificationError: LADDER_<NAME>, one problem for logits and one for KV.
+    """
+    problems = []
+    for what, value, gate in (("logits", rung.logits, rung.gate_logits), ("KV", rung.kv, rung.gate_kv)):
+        if value is None or not value <= gate:
+            problems.append(
+                Problem(
+                    f"LADDER_{rung.name.upper()}",
+                    f"rung {rung.name}",
+                    f"{what} differ from {rung.reference} beyond the gate ({rung.metric})",
+                    f"<= {gate:.3g}",
+                    f"{value}",
+                    HINTS[rung.name],
+                )
+            )
+    if problems:
+        raise VerificationError(problems)
+
+
+HINTS = {
+    "exported": "the export is wrong: compare the graph with the model's code",
+    "fused": "a fusion is wrong: compile with --check-passes to find the pass",
+    "bf16": "BF16 loses too much here: look for values beyond its range or precision",
+    "quantized": "the scheme loses too much, or a scale is wrong: try another scheme, or overrides in a recipe",
+    "program": "the program is wrong: run `calc verify --strict`",
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a graph's initializers hold, in FP32 or under the NPU's numerics."""
+
+    refs: Mapping[str, TensorRef]
+    schemes: Mapping[str, Scheme]
+    groups: Mapping[str, int]
+
+    def raw(self, name: str) -> NDArray[np.generic]:
+        """As stored in the checkpoint."""
+        return self.refs[name].read()
+
+    def fp32(self, name: str) -> NDArray[np.generic]:
+        """In FP32."""
+        return self.refs[name].read().astype(np.float32)
+
+    def bf16(self, name: str) -> NDArray[np.generic]:
+        """Matrices rounded to BF16, in FP32; everything else in FP32."""
+        return self._values(name, "bf16" if name in self.schemes else None)[0]
+
+    def quantized(self, name: str) -> NDArray[np.generic]:
+        """Under each weight's scheme; ``<name>/scale`` gives the scales of int8 weights."""
+        base = name.removesuffix("/scale")
+        values, scale = self._values(base, self.schemes.get(base))
+        if name is base or name == base:
+            return values
+        assert scale is not None
+        return scale
+
+    def _values(self, name: str, scheme: str | None) -> tuple[NDArray[np.generic], F32 | None]:
+        w = self.refs[name].read().astype(np.float32)
+        if scheme is None:
+            return w, None
+        values, scale = scheme_registry()[scheme].ort_values(w.reshape(-1, w.shape[-1]), self.groups.get(name, 0))
+        return values.reshape(w.shape), None if scale is None else scale.reshape(w.shape[:-1])
+
+

@@ -1,0 +1,325 @@
+"""Partition and place: which layers each chip runs, and where weights, KV and inputs/outputs lie in its DRAM.
+
+A chip's DRAM, from address 0: weight shard, KV cache (per layer, keys then values, slot after slot), inputs and
+outputs (shared by all sub-models). Every range starts on the target's alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calc.core.errors import CapacityError, Problem
+from calc.core.isa import Space
+from calc.core.packing import TileLayout, align
+from calc.core.spec import ModelSpec
+from calc.core.target import Target
+from calc.core.tensors import RowsTensor, SelectTensor, StackTensor, TensorRef
+from calc.core.variant import Variant
+from calc.kernels import registry
+from calc.kernels.base import Call, Scheme
+from calc.kernels.emit import Buffer, Packed, Plain
+from calc.kernels.lowering import KvBuffers
+from calc.passes.lower import ChipMemory, io_buffers
+from calc.passes.pack import pack_plain, tiles
+from calc.passes.quantize import schemes as scheme_registry
+
+KV_ROW_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight in a shard and where its bytes come from."""
+
+    handle: Packed | Plain
+    scheme: Scheme
+    ref: TensorRef
+    bias: TensorRef | None
+
+    def experts(self) -> Sequence[TensorRef]:
+        """The 2-D weights to pack, one after another."""
+        if isinstance(self.handle, Plain) or not self.handle.experts:
+            return (self.ref,)
+        if isinstance(self.ref, StackTensor):
+            return self.ref.parts
+        return tuple(SelectTensor(self.ref, e) for e in range(self.handle.experts))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The whole board's memory.
+
+    Attributes:
+        layer_chip: chip of each decoder layer.
+        chips: each chip's memory as the lowering sees it.
+        weights: each chip's weights in shard order.
+        kv_bytes, io_bytes: bytes per chip.
+        dynamic: bytes per chip after the shard.
+        rows: KV rows per slot.
+        slots: KV slots.
+    """
+
+    layer_chip: tuple[int, ...]
+    chips: Mapping[int, ChipMemory]
+    weights: Mapping[int, tuple[Placed, ...]]
+    kv_bytes: Mapping[int, int]
+    io_bytes: int
+    dynamic: Mapping[int, int]
+    rows: int
+    slots: int
+
+    def chip_of(self, call: Call) -> int:
+        """The chip a call runs on: its layer's, the first for the embedding, the last for the head."""
+        if call.layer is not None:
+            return self.layer_chip[call.layer]
+        return max(self.chips) if call.op in ("LmHead", "RmsNorm") else 0
+
+
+def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: Target, offset: int) -> Packed:
+    """How a matrix weight is packed: as few tiles as the ring's slot allows, rows a multiple of the target's lanes."""
+    shape = call.shape(formal)
+    fmt = scheme_registry()[scheme].FORMAT
+    rows, cols = shape[-2:]
+    bias = call.op == "Linear" and bool(call.attrs["bias"])
+    multiple, limit = int(target.tiling.row_multiple.value), int(target.tiling.weight_tile.value)
+    full = TileLayout(fmt, rows, cols, rows, group, bias)  # type: ignore[arg-type]
+    count = -(-full.nbytes // limit)
+    while True:
+        tile_rows = align(-(-rows // count), multiple)
+        lay = TileLayout(fmt, rows, cols, tile_rows, group, bias)  # type: ignore[arg-type]
+        if lay.tile_bytes(min(tile_rows, rows)) <= limit:
+            break
+        if tile_rows == multiple:
+            raise CapacityError(
+                Problem(
+                    "TILE_TOO_LARGE",
+                    call.inputs[formal],
+                    f"{multiple} rows of the weight do not fit a slot of the weight ring",
+                    f"at most {limit} bytes",
+                    str(lay.tile_stride),
+                    "raise tiling.weight_tile in the target",
+                )
+            )
+        count += 1
+    return Packed(call.inputs[formal], offset, lay, shape[0] if len(shape) == 3 else 0)
+
+
+def place(
+    spec: ModelSpec,
+    calls: Sequence[Call],
+    weights: Mapping[str, TensorRef],
+    schemes: Mapping[str, Scheme],
+    groups: Mapping[str, int],
+    target: Target,
+    variants: Sequence[Variant],
+    max_seq_len: int,
+    slots: int,
+) -> Placement:
+    """Place everything.
+
+    Args:
+        spec: the model.
+        calls: one variant's calls (all variants use the same weights).
+        weights, schemes, groups: by weight name.
+        target: chips and capacities.
+        variants: all static shapes, for the inputs and outputs.
+        max_seq_len: KV capacity in tokens.
+        slots: KV slots.
+
+    Raises:
+        CapacityError: DRAM_TOO_SMALL per chip, with what is missing and what would fit; TILE_TOO_LARGE.
+    """
+    size = _layer_bytes(calls, schemes, groups, target, spec)
+    layer_chip = split_layers(size, target.chips)
+    last = target.chips - 1
+    placed: dict[int, dict[str, Placed]] = {c: {} for c in range(target.chips)}
+    end = dict.fromkeys(placed, 0)
+    for call in calls:
+        chip = layer_chip[call.layer] if call.layer is not None else last if call.op in ("LmHead", "RmsNorm") else 0
+        for item in _weights_of(call, weights, schemes, groups, target, end[chip], max_seq_len, placed[chip]):
+            placed[chip][item.handle.name] = item
+            end[chip] = align(item.handle.offset + item.handle.nbytes, 64)
+    rows = align(max_seq_len, KV_ROW_MULTIPLE)
+    io_bytes = max(io_buffers(v, spec.vocab, 0)[1] for v in variants)
+    chips, kv_bytes, dynamic = {}, {}, {}
+    problems = []
+    for chip in placed:
+        shard = align(max(end[chip], 64), 4096)
+        kv, at = _kv(spec, layer_chip, chip, shard, rows, slots)
+        kv_bytes[chip] = at - shard
+        dynamic[chip] = align(kv_bytes[chip] + io_bytes, 4096)
+        need = shard + dynamic[chip]
+        if need > target.dram_bytes:
+            problems.append(_too_small(chip, need, shard, kv_bytes[chip], io_bytes, target, max_seq_len, slots))
+        handles = {n: p.handle for n, p in placed[chip].items()}
+        # inputs and outputs are laid out per sub-model at lowering time, from the same base
+        chips[chip] = ChipMemory(handles, shard, kv, {"io": Buffer("io", Space.DRAM, io_bytes, base=at)})
+    if problems:
+        raise CapacityError(problems)
+    return Placement(
+        layer_chip, chips, {c: tuple(p.values()) for c, p in placed.items()}, kv_bytes, io_bytes, dynamic, rows, slots
+    )
+
+
+def _too_small(
+    chip: int, need: int, shard: int, kv: int, io: int, target: Target, max_seq_len: int, slots: int
+) -> Problem:
+    room = target.dram_bytes - shard - io
+    per_token = max(1, kv // max_seq_len)
+    fits = max(0, room // per_token // KV_ROW_MULTIPLE * KV_ROW_MULTIPLE)
+    hint = f"--max-seq-len {fits} would fit" if fits > 0 else "the weights alone do not fit: use a smaller scheme (--quant) or more chips"
+    return Problem(
+        "DRAM_TOO_SMALL",
+        f"chip {chip}",
+        f"{need - target.dram_bytes} bytes more DRAM are needed than the target has",
+        f"at most {target.dram_bytes}",
+        f"{need}: weights {shard}, KV {kv} ({slots} slots of {max_seq_len} tokens), inputs and outputs {io}",
+        hint,
+    )
+
+
+def _kv(
+    spec: ModelSpec, layer_chip: Sequence[int], chip: int, base: int, rows: int, slots: int
+) -> tuple[dict[int, KvBuffers], int]:
+    out: dict[int, KvBuffers] = {}
+    at = base
+    for i, layer in enumerate(spec.layers):
+        if layer_chip[i] != chip:
+            continue
+        bufs, widths = [], []
+        for which, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
+            row = layer.kv_heads * dim * 2
+            n = slots * rows * row
+            bufs.append(Buffer(f"kv.{i}.{which}", Space.DRAM, n, base=at))
+            widths.append(row)
+            at = align(at + n, 64)
+        out[i] = KvBuffers(bufs[0], bufs[1], widths[0], widths[1], rows)
+    return out, at
+
+
+def split_layers(size: Sequence[int], chips: int) -> tuple[int, ...]:
+    """Contiguous layers per chip so that the largest share is as small as can be.
+
+    Args:
+        size: bytes before the layers, of each layer, after the layers.
+        chips: number of chips; the first also has what is before the layers, the last what is after.
+
+    Returns:
+        The chip of each layer. With fewer layers than chips the last chips share none.
+    """
+    head, *layers, tail = size
+    n = len(layers)
+
+    def fill(limit: int) -> list[int] | None:
+        out, chip, used = [], 0, head
+        for s in layers:
+            if used + s > limit and chip < chips - 1:
+                chip, used = chip + 1, 0
+            used += s
+            out.append(chip)
+        loads = [0] * chips
+        loads[0] += head
+        loads[chips - 1] += tail
+        for c, s in zip(out, layers, strict=True):
+            loads[c] += s
+        return out if max(loads) <= limit else None
+
+    low, high = 0, sum(size)
+    best = fill(high) or [0] * n
+    while low < high:
+        mid = (low + high) // 2
+        found = fill(mid)
+        if found is None:
+            low = mid + 1
+        else:
+            best, high = found, mid
+    return tuple(best)
+
+
+def _layer_bytes(
+    calls: Sequence[Call], schemes: Mapping[str, Scheme], groups: Mapping[str, int], target: Target, spec: ModelSpec
+) -> list[int]:
+    n = len(spec.layers)
+    out = [0] * (n + 2)
+    for call in calls:
+        at = call.layer + 1 if call.layer is not None else n + 1 if call.op in ("LmHead", "RmsNorm") else 0
+        for formal in registry()[call.op].weights(call.attrs):
+            name = call.inputs[formal]
+            out[at] += weight_handle(call, formal, schemes.get(name, "bf16"), groups.get(name, 0), target, 0).nbytes
+    return out
+
+
+PLAIN_FORMALS = ("gamma", "q_gamma", "k_gamma", "cos", "sin")
+
+
+def _weights_of(
+    call: Call,
+    weights: Mapping[str, TensorRef],
+    schemes: Mapping[str, Scheme],
+    groups: Mapping[str, int],
+    target: Target,
+    at: int,
+    max_seq_len: int,
+    have: Mapping[str, Placed],
+) -> list[Placed]:
+    out: list[Placed] = []
+    matrices = registry()[call.op].weights(call.attrs)
+    for formal, name in call.inputs.items():
+        if name in have or any(p.handle.name == name for p in out):
+            continue
+        if formal in matrices:
+            handle = weight_handle(call, formal, schemes.get(name, "bf16"), groups.get(name, 0), target, at)
+            bias = weights[call.inputs[f"b{formal[1:]}"]] if handle.layout.bias else None
+            out.append(Placed(handle, schemes.get(name, "bf16"), weights[name], bias))
+        elif formal in PLAIN_FORMALS:
+            ref = weights[name]
+            if formal in ("cos", "sin"):
+                # tables are exported long enough for a padded bucket; the NPU reads valid positions only
+                ref = RowsTensor(ref, 0, min(max_seq_len, ref.shape[0]))
+            out.append(Placed(Plain(name, at, ref.shape), "bf16", ref, None))
+        else:
+            continue
+        at = align(out[-1].handle.offset + out[-1].handle.nbytes, 64)
+    return out
+
+
+def shard_pieces(item: Placed, check: Callable[[str, NDArray[np.float32]], None]) -> list[Callable[[], bytes]]:
+    """The weight's bytes as independent jobs, in order; each reads its rows, checks them and packs them.
+
+    Args:
+        item: the weight.
+        check: called with the name of the checkpoint tensor and the f32 rows about to be packed.
+    """
+    if isinstance(item.handle, Plain):
+        handle = item.handle
+
+        def plain() -> bytes:
+            data = item.ref.read().astype(np.float32)
+            check(handle.name, data)
+            return pack_plain(data)
+
+        return [plain]
+    lay = item.handle.layout
+    jobs: list[Callable[[], bytes]] = []
+    for ref in item.experts():
+        for t in range(lay.tiles):
+            jobs.append(_tile_job(item, ref, lay, t, check))
+    return jobs
+
+
+def _tile_job(
+    item: Placed, ref: TensorRef, lay: TileLayout, t: int, check: Callable[[str, NDArray[np.float32]], None]
+) -> Callable[[], bytes]:
+    def run() -> bytes:
+        a = t * lay.tile_rows
+        b = a + lay.rows_of(t)
+        rows = ref.rows(a, b).astype(np.float32)
+        check(", ".join(ref.sources) or item.handle.name, rows)
+        bias = None if item.bias is None else item.bias.rows(a, b).astype(np.float32)
+        one = TileLayout(lay.fmt, b - a, lay.cols, b - a, lay.group, lay.bias)
+        return next(tiles(one, lambda x, y: rows[x:y], bias))
+
+    return run

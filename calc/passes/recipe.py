@@ -1,0 +1,110 @@
+"""Recipe: which scheme each weight gets.
+
+A recipe is a scheme's name or a TOML file::
+
+    default = "w4a16"
+    group = 64                       # values per int4 scale along K: 32, 64 or 128
+
+    [[override]]
+    match = "*.self_attn.*"          # shell pattern on the weight's name; the last match wins
+    scheme = "w8a8"
+
+Embedding tables, lm_head and routers stay bf16 unless an override names them (R22); a table that is looked up by row
+is always bf16.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from calc.core.errors import Problem, Problems, UsageError
+from calc.core.spec import Frozen
+from calc.kernels import registry
+from calc.kernels.base import Call, Scheme
+
+Name = Literal["bf16", "w8a8", "w4a16"]
+Group = Literal[32, 64, 128]
+
+
+class Override(Frozen):
+    """A pattern on weight names and the scheme of what it matches."""
+
+    match: str
+    scheme: Name
+    group: Group | None = None
+
+
+class Recipe(Frozen):
+    """A default scheme and its exceptions."""
+
+    default: Name
+    group: Group = 64
+    override: tuple[Override, ...] = Field(default=(), strict=False)
+
+
+def load_recipe(text: str) -> Recipe:
+    """A recipe by scheme name or TOML path.
+
+    Raises:
+        UsageError: RECIPE_UNKNOWN, RECIPE_INVALID (one problem per field).
+    """
+    if text in ("bf16", "w8a8", "w4a16"):
+        return Recipe(default=text)
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(Problem("RECIPE_UNKNOWN", text, "no such scheme or recipe", "bf16, w8a8, w4a16 or the path of a .toml"))
+    try:
+        return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(Problem("RECIPE_INVALID", text, "not valid TOML", got=str(e))) from e
+    except ValidationError as e:
+        raise UsageError(
+            [Problem("RECIPE_INVALID", f"{text}: {'.'.join(map(str, x['loc']))}", x["msg"], got=str(x["input"])[:80]) for x in e.errors()]
+        ) from e
+
+
+def assign(recipe: Recipe, calls: Iterable[Call]) -> tuple[dict[str, Scheme], dict[str, int]]:
+    """The scheme and the group size of every matrix weight.
+
+    Raises:
+        UsageError: RECIPE_NO_MATCH for each override that matches no weight, RECIPE_TABLE where one would quantize a
+            table that is looked up by row.
+    """
+    tables, tender, matrices = set[str](), set[str](), dict[str, None]()
+    for call in calls:
+        for formal in registry()[call.op].weights(call.attrs):
+            name = call.inputs[formal]
+            matrices[name] = None
+            if call.op == "Embed":
+                tables.add(name)
+            if call.op in ("Embed", "LmHead") or formal == "router":
+                tender.add(name)
+    schemes: dict[str, Scheme] = {}
+    groups: dict[str, int] = {}
+    unused = set(range(len(recipe.override)))
+    problems = Problems()
+    for name in matrices:
+        scheme, group = ("bf16" if name in tender else recipe.default), recipe.group
+        for i, o in enumerate(recipe.override):
+            if fnmatchcase(name, o.match):
+                scheme, group = o.scheme, o.group or recipe.group
+                unused.discard(i)
+        if name in tables and scheme != "bf16":
+            problems.add("RECIPE_TABLE", name, "a table that is looked up by row must be bf16", "bf16", scheme)
+        schemes[name] = scheme
+        groups[name] = group if scheme == "w4a16" else 0
+    for i in sorted(unused):
+        problems.add("RECIPE_NO_MATCH", f"override {i}", "matches no weight", got=recipe.override[i].match, hint="see the names in `calc inventory`")
+    problems.raise_if_any(UsageError)
+    return schemes, groups
+
+
+def bits(schemes: Mapping[str, Scheme]) -> str:
+    """The schemes in use, for a one-line summary."""
+    return "+".join(sorted(set(schemes.values())))

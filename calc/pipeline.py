@@ -1,0 +1,403 @@
+"""The compiler's table of contents: one function, a line per stage."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from calc.calbin.manifest import Rung, Workload
+from calc.core.errors import CapacityError, Problem, UsageError, VerificationError
+from calc.core.options import CompileOptions, CompileReport, Progress, RungReport, VariantReport, no_progress
+from calc.core.spec import ModelSpec
+from calc.core.target import Target, load_target
+from calc.core.tensors import ArrayTensor, ShapeOnlyTensor, TensorRef
+from calc.core.variant import Variant
+from calc.kernels.base import Call
+from calc.passes.artefact import Compiled, golden_arrays, write
+from calc.passes.base import Graph
+from calc.passes.calls import bind_functions, bind_schemes, calls
+from calc.passes.execute import Replayed, replay
+from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder, Weights, golden_plan, max_abs
+from calc.passes.lower import ChipMemory, ChipProgram, io_buffers, lower
+from calc.passes.order import fusion_passes
+from calc.passes.place import Placement, place
+from calc.passes.recipe import assign, bits, load_recipe
+from calc.sim.machine import csr_file, time_programs
+from calc.sim.timing import Counters
+
+if TYPE_CHECKING:
+    from calc.frontend.export import Exported
+
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)
+
+DEFAULT_CONTEXT = 4096
+CHECK_LIMIT = 50_000_000
+"""Models with fewer parameters are checked after every pass unless told otherwise."""
+
+
+def compile_model(
+    source: Path | Exported, out: Path | None, options: CompileOptions, progress: Progress = no_progress
+) -> CompileReport:
+    """Compile a model to a calbin.
+
+    Args:
+        source: a Hugging Face directory, or graphs exported already.
+        out: the calbin to write; None plans only (no golden vectors, nothing written).
+        options: see `CompileOptions`.
+        progress: told stages and steps.
+
+    Returns:
+        What was made, with its cost on the target's clock.
+
+    Raises:
+        CalcError: every kind a stage can find; nothing is written then.
+    """
+    target, recipe = load_target(options.target), load_recipe(options.quant)
+    exported, variants, context = _export(source, options, progress)
+    spec = exported.spec
+    graphs = {v: _graph(exported, v) for v in variants}
+    ladder = _start_ladder(source, exported, graphs, options, context, progress) if out is not None and options.golden else None
+    fused = {v: _fuse(g, ladder if _is_replayed(v, graphs) else None, progress) for v, g in graphs.items()}
+    first = fused[variants[0]]
+    schemes, groups = assign(recipe, first)
+    if ladder is not None:
+        ladder.check_numerics(graphs, schemes, groups, progress)
+    for g in graphs.values():
+        g.schemes, g.groups = dict(schemes), dict(groups)
+        bind_schemes(g)
+    if ladder is not None:
+        ladder.check_quantized(graphs, schemes, groups, progress)
+    slots = max(v.batch for v in variants)
+    refs = graphs[variants[0]].weights
+    placement = place(spec, first, refs, schemes, groups, target, variants, context, slots)
+    programs = {v: _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants)) for i, v in enumerate(variants)}
+    costs = {v: cost(programs[v], v, _full_past(v, context), target) for v in variants}
+    compiled = Compiled(
+        spec=spec,
+        target=target,
+        placement=placement,
+        programs=programs,
+        workloads={v: _workload(costs[v], v, spec) for v in variants},
+        max_seq_len=context,
+        passes=(*(p.name for p in fusion_passes()), "quantize", "place", "lower", "allocate", "sync", "encode"),
+        options={"quant": bits(schemes), "recipe_sha256": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(), "target": target.name},
+        golden=None if ladder is None else (ladder.plan, ladder.ladder, golden_arrays(ladder.plan, ladder.ladder, ladder.hf_logits)),
+        files=_files(source),
+        graphs=_graphs_to_keep(graphs),
+    )
+    if out is not None:
+        write(compiled, out, options.jobs, progress)
+    rungs = () if ladder is None else tuple(rung_report(r) for r in ladder.ladder.rungs)
+    return _report(compiled, costs, refs, bits(schemes), rungs, out)
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------
+
+
+def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
+    """Prefill buckets at batch 1, then decode batches, 1 among them; ascending.
+
+    Raises:
+        UsageError: USAGE_BUCKET, USAGE_BATCH for a size below 1.
+    """
+    problems = [Problem("USAGE_BUCKET", "--prefill", "a bucket holds at least one token", ">= 1", str(s)) for s in options.prefill if s < 1]
+    problems += [Problem("USAGE_BATCH", "--batch", "a batch is 1 to 64 sequences", "1..64", str(b)) for b in options.batch if not 1 <= b <= 64]
+    if problems:
+        raise UsageError(problems)
+    prefill = [Variant("prefill", 1, s) for s in sorted(set(options.prefill))]
+    return (*prefill, *(Variant("decode", b, 1) for b in sorted({1, *options.batch})))
+
+
+def _export(source: Path | Exported, options: CompileOptions, progress: Progress) -> tuple[Exported, tuple[Variant, ...], int]:
+    variants = variants_of(options)
+    if not isinstance(source, Path):
+        return source, variants, options.max_seq_len or _context_of(source, variants)
+    from calc.frontend.export import export
+    from calc.frontend.spec import load_spec
+
+    spec = load_spec(source)
+    context = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_CONTEXT)
+    too_long = [v for v in variants if v.seq > context]
+    if too_long:
+        raise CapacityError(
+            [Problem("BUCKET_TOO_LONG", v.name, "the bucket is longer than the context", f"<= {context}", str(v.seq), "use a smaller --prefill or a larger --max-seq-len") for v in too_long]
+        )
+    if context > spec.max_position_embeddings:
+        raise CapacityError(
+            Problem("CONTEXT_TOO_LONG", "--max-seq-len", "longer than the context the model was trained for", f"<= {spec.max_position_embeddings}", str(context))
+        )
+    steps = len(variants)
+    count = iter(range(10 * steps))
+    return export(source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)), variants, context
+
+
+def _context_of(exported: Exported, variants: Sequence[Variant]) -> int:
+    v = variants[0]
+    kv = next(x for x in exported.graphs[v].graph.inputs if x.name == "past_kv.0.key")
+    assert kv.shape is not None
+    return int(kv.shape[2]) - v.seq  # type: ignore[arg-type]
+
+
+def _graph(exported: Exported, v: Variant) -> Graph:
+    """The graph with the weights it alone has: its RoPE tables are as long as its own buffers."""
+    model = exported.graphs[v]
+    refs: dict[str, TensorRef] = {}
+    for name, value in model.graph.initializers.items():
+        if name not in exported.weights:
+            continue
+        data = value.const_value
+        refs[name] = ArrayTensor(np.asarray(data.numpy())) if isinstance(data, ir.Tensor) else exported.weights[name]
+    return Graph(model, refs)
+
+
+def _is_replayed(v: Variant, graphs: Mapping[Variant, Graph]) -> bool:
+    return v == min(g for g in graphs if g.role == "prefill") or (v.role == "decode" and v.batch == 1)
+
+
+def _fuse(g: Graph, ladder: LadderRun | None, progress: Progress) -> list[Call]:
+    passes = fusion_passes()
+    for i, p in enumerate(passes):
+        changed = p.run(g)
+        progress(f"pass {p.name}", i + 1, len(passes))
+        if changed and ladder is not None:
+            ladder.after_pass(g, p.name)
+    return calls(g)
+
+
+def _calls_of(g: Graph) -> list[Call]:
+    return calls(g)
+
+
+def _lower(
+    v: Variant, todo: Sequence[Call], placement: Placement, spec: ModelSpec, target: Target, progress: Progress, i: int, n: int
+) -> dict[int, ChipProgram]:
+    progress(f"lower {v.name}", i, n)
+    chips = {}
+    for chip, m in placement.chips.items():
+        io, _ = io_buffers(v, spec.vocab, m.io["io"].base or 0)
+        chips[chip] = ChipMemory(m.weights, m.shard_bytes, m.kv, io)
+    return lower(todo, {c.name: placement.chip_of(c) for c in todo}, v, chips, target)
+
+
+def _full_past(v: Variant, context: int) -> int:
+    return 0 if v.role == "prefill" else context - 1
+
+
+def cost(programs: Mapping[int, ChipProgram], v: Variant, past: int, target: Target) -> Counters:
+    """The cost of one call of a sub-model with a full bucket and `past` tokens per sequence before it."""
+    csr = csr_file(
+        {
+            "past_kv_cur_seq_len": [past] * v.batch,
+            "cur_seq_len": [v.seq] * v.batch,
+            "kv_slot": list(range(v.batch)),
+        }
+    )
+    return time_programs(target, {c: p.records for c, p in programs.items()}, csr)
+
+
+def _workload(c: Counters, v: Variant, spec: ModelSpec) -> Workload:
+    host = v.batch * (v.seq + spec.vocab) * 4
+    return Workload(
+        macs=c.macs, vector_ops=c.vector_ops, dram_bytes=c.dram_bytes, host_bytes=host, link_bytes=c.link_bytes, cycles=c.cycles
+    )
+
+
+def _files(source: Path | Exported) -> dict[str, bytes]:
+    if not isinstance(source, Path):
+        return {}
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
+    return {n: (source / n).read_bytes() for n in names if (source / n).is_file()}
+
+
+def _graphs_to_keep(graphs: Mapping[Variant, Graph]) -> dict[str, ir.Model]:
+    """The final graph of each sub-model."""
+    for g in graphs.values():
+        bind_functions(g, "npu")
+    return {f"{v.name}.quantized.onnx": g.model for v, g in graphs.items()}
+
+
+# -- the ladder ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LadderRun:
+    """The rungs that run while the graphs change under them."""
+
+    plan: GoldenPlan
+    ladder: Ladder
+    hf_logits: NDArray[np.float32]
+    prefill: Variant
+    decode: Variant
+    check_passes: bool
+    graphs: Mapping[Variant, Graph]
+
+    def replay(self, values: str, schemes: Mapping, groups: Mapping, stage: str, progress: Progress) -> Replayed:  # type: ignore[type-arg]
+        """Run the golden tokens through the graphs as they are now."""
+        todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
+        graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
+        count = iter(range(1 << 30))
+        return replay(graphs, self._provider(graphs, values, schemes, groups), todo, lambda s: progress(f"ladder: {stage}", next(count), 0))
+
+    def _provider(self, graphs: Mapping[str, Graph], values: str, schemes: Mapping, groups: Mapping):  # type: ignore[type-arg, no-untyped-def]
+        def get(graph: Graph, name: str) -> NDArray[np.generic]:
+            weights = Weights(graph.weights, schemes, groups)
+            return getattr(weights, values)(name)  # type: ignore[no-any-return]
+
+        return get
+
+    def after_pass(self, g: Graph, name: str) -> None:
+        """With `check_passes`: the graph computes the same as before the pass (one prefill call).
+
+        Raises:
+            VerificationError: PASS_CHANGED_RESULT.
+        """
+        if not self.check_passes:
+            return
+        v = next(k for k, x in self.graphs.items() if x is g)
+        bind_functions(g, "fp32")
+        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
+        got = replay({v.name: g}, self._provider({}, "fp32", {}, {}), [replace(call, past=0)])
+        before = self.before.get(v)
+        if before is not None:
+            diff = max_abs([got.logits, *got.keys], [before.logits, *before.keys])
+            gate = self.ladder.fp32_gate(before)
+            if not diff <= gate:
+                raise VerificationError(
+                    Problem("PASS_CHANGED_RESULT", f"pass {name} on {v.name}", "the graph computes something else than before the pass", f"<= {gate:.3g}", f"{diff:.3g}")
+                )
+        self.before[v] = got
+
+    def __post_init__(self) -> None:
+        self.before: dict[Variant, Replayed] = {}
+
+    def check_numerics(self, graphs: Mapping[Variant, Graph], schemes: Mapping, groups: Mapping, progress: Progress) -> None:  # type: ignore[type-arg]
+        """Rungs fused and bf16."""
+        for v in (self.prefill, self.decode):
+            bind_functions(graphs[v], "fp32")
+        self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
+        for v in (self.prefill, self.decode):
+            bind_functions(graphs[v], "npu")
+        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, groups, "bf16", progress))
+
+    def check_quantized(self, graphs: Mapping[Variant, Graph], schemes: Mapping, groups: Mapping, progress: Progress) -> None:  # type: ignore[type-arg]
+        """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
+        last = "bf16"
+        if set(schemes.values()) != {"bf16"}:
+            for v in (self.prefill, self.decode):
+                bind_functions(graphs[v], "npu")
+            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
+            last = "quantized"
+        self.ladder.finish(last)
+
+
+def _start_ladder(
+    source: Path | Exported, exported: Exported, graphs: Mapping[Variant, Graph], options: CompileOptions, context: int, progress: Progress
+) -> LadderRun | None:
+    """Golden tokens, transformers' answer, and the first rung: the exported graphs."""
+    if not isinstance(source, Path) or any(isinstance(r, ShapeOnlyTensor) for r in exported.weights.values()):
+        return None
+    from calc.frontend.reference import reference
+
+    buckets = [v.seq for v in graphs if v.role == "prefill"]
+    plan = golden_plan(golden_tokens(source, exported.spec, max(buckets) + DECODE_STEPS + 1), buckets, context)
+    progress("reference: transformers fp32", 0, 1)
+    every = sorted({*plan.rows})
+    ref = reference(source, plan.tokens, every)
+    picked = [every.index(r) for r in plan.replay_rows]
+    end = plan.prompt + DECODE_STEPS
+    ground = Replayed(ref.logits[picked], [k[:end] for k in ref.keys], [v[:end] for v in ref.values])
+    params = sum(int(np.prod(r.shape)) for r in exported.weights.values())
+    run = LadderRun(
+        plan,
+        Ladder(),
+        ref.logits,
+        min(v for v in graphs if v.role == "prefill"),
+        Variant("decode", 1, 1),
+        params < CHECK_LIMIT if options.check_passes is None else options.check_passes,
+        graphs,
+    )
+    run.ladder.start("hf", ground)
+    run.ladder.climb("exported", "hf", run.replay("raw", {}, {}, "exported graph", progress))
+    return run
+
+
+def golden_tokens(source: Path, spec: ModelSpec, count: int) -> list[int]:
+    """Tokens of the bundled text under the model's tokenizer, repeated to `count`; seeded ids without a tokenizer."""
+    path = source / "tokenizer.json"
+    if path.is_file():
+        from tokenizers import Tokenizer
+
+        text = resources.files("calc").joinpath("data/golden_text.txt").read_text(encoding="utf-8")
+        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=True).ids
+        if len(ids) > 1:
+            return (ids * (count // len(ids) + 1))[:count]
+    return [int(t) for t in np.random.default_rng(0).integers(0, spec.vocab, count)]
+
+
+# -- reports --------------------------------------------------------------------------------------------------------------
+
+
+def rung_report(r: Rung) -> RungReport:
+    """A rung for people."""
+    ok = r.logits is None or (r.logits <= r.gate_logits and (r.kv or 0.0) <= r.gate_kv)
+    return RungReport(
+        name=r.name, reference=r.reference, metric=r.metric, logits=r.logits, kv=r.kv, gate_logits=r.gate_logits, gate_kv=r.gate_kv, ok=ok
+    )
+
+
+def variant_report(programs: Mapping[int, ChipProgram], v: Variant, past: int, c: Counters, target: Target) -> VariantReport:
+    """A sub-model's cost for people; `seconds` includes the host's time per call."""
+    seconds = (c.cycles + target.costs.call.value) / target.rates.clock.value
+    return VariantReport(
+        name=v.name,
+        role=v.role,
+        batch=v.batch,
+        seq=v.seq,
+        past=past,
+        instructions=sum(len(p.records) for p in programs.values()),
+        sram_peak=tuple(p.sram_peak for p in programs.values()),
+        macs=c.macs,
+        vector_ops=c.vector_ops,
+        dram_bytes=c.dram_bytes,
+        link_bytes=c.link_bytes,
+        cycles=c.cycles,
+        seconds=seconds,
+        tokens_per_second=v.batch * v.seq / seconds,
+        bound=c.bound,
+    )
+
+
+def _report(
+    c: Compiled, costs: Mapping[Variant, Counters], refs: Mapping[str, TensorRef], quant: str, rungs: tuple[RungReport, ...], out: Path | None
+) -> CompileReport:
+    p, t = c.placement, c.target
+    shards = tuple(m.shard_bytes for m in p.chips.values())
+    return CompileReport(
+        model=c.spec.name,
+        family=c.spec.family,
+        parameters=sum(int(np.prod(r.shape)) for n, r in refs.items() if not n.startswith("rope.")),
+        target=t.name,
+        chips=t.chips,
+        quant=quant,
+        max_seq_len=c.max_seq_len,
+        slots=p.slots,
+        layers_per_chip=tuple(p.layer_chip.count(k) for k in p.chips),
+        shard_bytes=shards,
+        kv_bytes=tuple(p.kv_bytes.values()),
+        dram_bytes=tuple(s + p.dynamic[k] for k, s in zip(p.chips, shards, strict=True)),
+        dram_capacity=t.dram_bytes,
+        sram_capacity=t.sram_bytes,
+        variants=tuple(variant_report(c.programs[v], v, _full_past(v, c.max_seq_len), costs[v], t) for v in c.programs),
+        rungs=rungs,
+        path=None if out is None else str(out),
+        nbytes=out.stat().st_size if out is not None else 0,
+    )
