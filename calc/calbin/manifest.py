@@ -212,12 +212,14 @@ class Rung(Frozen):
 class Golden(Frozen):
     """Golden vectors: `tokens` were run whole through transformers in fp32.
 
-    `logits_rows` are positions whose logits are stored. `entries` maps an array's name to the golden section.
+    The replay is a prefill of `prompt` tokens and `steps` decode steps. `logits_rows` are the positions whose logits
+    the reference has, the replay's among them; `arrays` of the manifest says where they are.
     """
 
     section: Name
     tokens: tuple[Count, ...]
     prompt: Positive
+    steps: Positive
     logits_rows: tuple[Count, ...]
     kv_layers: tuple[Count, ...]
     rungs: tuple[Rung, ...]

@@ -22,7 +22,7 @@ SHARD_BASE, KV_BASE, IO_BASE = 0, 1 << 20, 2 << 20
 TOML = 'name = "tiny"\n'
 TOKENIZER = b'{"version": "1.0"}'
 TOKENS = (1, 2, 3, 63, 5)
-LOGITS_ROWS = (2, 4)
+LOGITS_ROWS = (1, 2, 3, 4)
 
 
 @dataclass
@@ -390,6 +390,7 @@ def tiny(chips: int = 1) -> Parts:
             "section": "golden",
             "tokens": TOKENS,
             "prompt": 3,
+            "steps": 2,
             "logits_rows": LOGITS_ROWS,
             "kv_layers": (1,),
             "rungs": [

@@ -298,6 +298,16 @@ def _(m: dict) -> None:
 field("50 logits of the wrong dtype", "CALBIN_GOLDEN", "arrays[0].dtype", "i32")
 
 
+@edited("50 fewer rows of logits than the reference has", "CALBIN_GOLDEN")
+def _(m: dict) -> None:
+    m["arrays"][0].update(shape=(1, VOCAB))
+
+
+@edited("50 more rows of logits than there are", "CALBIN_GOLDEN")
+def _(m: dict) -> None:
+    m["arrays"][0].update(name="program/logits")
+
+
 @edited("50 KV of the wrong shape", "CALBIN_GOLDEN")
 def _(m: dict) -> None:
     m["arrays"][1].update(shape=(6, 16))
@@ -309,7 +319,8 @@ def _(m: dict) -> None:
 
 
 field("50 a token past the vocabulary", "CALBIN_GOLDEN", "golden.tokens[4]", VOCAB)
-field("50 rows", "CALBIN_GOLDEN", "golden.logits_rows", (2, 5), (4, 2), (2, 2))
+field("50 rows", "CALBIN_GOLDEN", "golden.logits_rows", (2, 3, 4, 5), (4, 3, 2, 1), (2, 2, 3, 4), (1, 2, 3))
+field("50 decode steps", "CALBIN_GOLDEN", "golden.steps", 3)
 field("50 layers", "CALBIN_GOLDEN", "golden.kv_layers", (2,))
 field("50 prompt", "CALBIN_GOLDEN", "golden.prompt", 6)
 field("51 another ISA", "CALBIN_ISA", "compatibility.isa", "other", kind=VersionError)

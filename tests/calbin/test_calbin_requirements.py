@@ -85,6 +85,19 @@ def test_golden_vectors_are_optional(one):
     assert validate(memoryview(data), len(data), deep=True).golden is None
 
 
+def test_others_than_the_reference_have_a_row_of_logits_per_call(one):
+    one.replace("golden", one.content("golden") + bytes(3 * 256))
+    more = {
+        "name": "program/logits",
+        "dtype": "f32",
+        "shape": (3, 64),
+        "offset": len(one.content("golden")) - 768,
+        "nbytes": 768,
+    }
+    data = assemble(one, edit=lambda m: m["arrays"].append(more))
+    assert validate(memoryview(data), len(data), deep=True).arrays[2].shape == (3, 64)
+
+
 def test_an_encoder_needs_neither_role_nor_kv(one):
     one.sections = [s for s in one.sections if s[0] != "program.decode_b1_s1.0"]
 

@@ -14,6 +14,10 @@ from calc.calbin.report import Context
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the tokenizer's file when `model.tokenizer.kind` is ``tokenizers``."""
 
+REFERENCE = "hf"
+"""Prefix of the reference's arrays: its logits have a row for each of `logits_rows`, all others' for each call of the
+replay."""
+
 _KV = re.compile(r"(key|value)\.(\d{1,9})")
 
 
@@ -29,16 +33,22 @@ def check_golden(ctx: Context) -> None:
             what = "a golden token is not in the vocabulary"
             ctx.report.add("CALBIN_GOLDEN", (*path, "tokens", i), what, expected=f"below {m.model.vocab}", got=token)
     count = len(golden.tokens)
-    if golden.prompt > count:
-        what = "the prompt is longer than the tokens"
-        ctx.report.add("CALBIN_GOLDEN", (*path, "prompt"), what, expected=f"at most {count}", got=golden.prompt)
+    if golden.prompt + golden.steps > count:
+        what = "the prompt and the decode steps are more than the tokens"
+        got = golden.prompt + golden.steps
+        ctx.report.add("CALBIN_GOLDEN", (*path, "prompt"), what, expected=f"at most {count}", got=got)
+    elif not set(range(golden.prompt - 1, golden.prompt + golden.steps)) <= set(golden.logits_rows):
+        what = "rows of the replay are missing"
+        expected = f"{golden.prompt - 1} to {golden.prompt + golden.steps - 1}"
+        ctx.report.add("CALBIN_GOLDEN", (*path, "logits_rows"), what, expected=expected, got=golden.logits_rows)
     tables = (("logits_rows", golden.logits_rows, count), ("kv_layers", golden.kv_layers, len(m.model.layers)))
     for name, values, limit in tables:
         if list(values) != sorted(set(values)) or (values and values[-1] >= limit):
             what = "rows or layers are out of range, or not in ascending order"
             ctx.report.add("CALBIN_GOLDEN", (*path, name), what, expected=f"ascending, below {limit}", got=values)
     for i, array in enumerate(m.arrays):
-        _check_array(ctx, array, ("arrays", i), len(golden.logits_rows), count)
+        rows = len(golden.logits_rows) if array.name.startswith(f"{REFERENCE}/") else golden.steps + 1
+        _check_array(ctx, array, ("arrays", i), rows, count)
 
 
 def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int) -> None:
@@ -46,13 +56,8 @@ def _check_array(ctx: Context, array: Array, path: Path, rows: int, tokens: int)
     content = array.name.rpartition("/")[2]
     if content == "logits" and (array.shape != (rows, model.vocab) or array.dtype == "i32"):
         what = "golden logits have another shape or dtype"
-        ctx.report.add(
-            "CALBIN_GOLDEN",
-            path,
-            what,
-            expected=f"f32 or bf16 {(rows, model.vocab)}",
-            got=f"{array.dtype} {array.shape}",
-        )
+        expected = f"f32 or bf16 {(rows, model.vocab)}"
+        ctx.report.add("CALBIN_GOLDEN", path, what, expected=expected, got=f"{array.dtype} {array.shape}")
     kv = _KV.fullmatch(content)
     if kv is None:
         return
