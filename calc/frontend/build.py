@@ -32,7 +32,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) ->
 
     config = copy.deepcopy(config)  # from_config writes into it
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.eval()
     return model
 

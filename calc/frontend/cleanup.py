@@ -82,7 +82,7 @@ class NoOpPass(ir.passes.InPlacePass):
             if source is None:
                 continue
             producer = source.producer()
-            if node.op_type == "Reshape" and producer is not None and producer.op_type == "Reshape":
+            if _is_plain_reshape(node) and producer is not None and producer.op_type == "Reshape":
                 node.replace_input_with(0, producer.inputs[0])
                 source, modified = producer.inputs[0], True
                 assert source is not None
@@ -92,6 +92,12 @@ class NoOpPass(ir.passes.InPlacePass):
                 out.replace_all_uses_with(source)
                 modified = True
         return ir.passes.PassResult(model, modified=modified)
+
+
+def _is_plain_reshape(node: ir.Node) -> bool:
+    """A Reshape whose target does not refer to its input's dimensions (0 means 0, not "as in the input")."""
+    literal = node.attributes.get("allowzero")
+    return node.op_type == "Reshape" and literal is not None and literal.as_int() == 1
 
 
 class ConstantsPass(ir.passes.InPlacePass):

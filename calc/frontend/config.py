@@ -195,7 +195,7 @@ def _parse(model_dir: Path, raw: JsonObject, problems: Problems) -> PreTrainedCo
     from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         problems.add(
             "MODEL_CONFIG_INVALID",

@@ -107,7 +107,7 @@ def _graph(
 
 
 def _check_complete(loaded: Loaded, model: ir.Model, refs: dict[str, TensorRef]) -> None:
-    """Every checkpoint tensor is read by the graph, and every initializer has a source."""
+    """Every checkpoint tensor is read by the graph, every initializer has a source, every value a shape and a type."""
     consumed = {source for ref in refs.values() for source in ref.sources}
     problems = Problems()
     for name in sorted({n for recipe in loaded.recipes.values() for n in recipe.names} - consumed):
@@ -116,6 +116,9 @@ def _check_complete(loaded: Loaded, model: ir.Model, refs: dict[str, TensorRef])
     for name, value in model.graph.initializers.items():
         if name not in refs and value.const_value is None:
             raise InternalError(f"initializer {name!r} has no source")
+    vague = [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]
+    if vague:
+        raise InternalError(f"values without a static shape or type: {vague}")
 
 
 def _rename_weights(loaded: Loaded, model: ir.Model) -> None:

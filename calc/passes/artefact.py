@@ -46,7 +46,7 @@ from calc.core.spec import ModelSpec
 from calc.core.target import Target
 from calc.core.variant import Variant
 from calc.kernels.emit import Packed, Plain
-from calc.passes.ladder import GoldenPlan, Ladder
+from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
 from calc.passes.lower import ChipProgram, io_buffers
 from calc.passes.place import Placed, Placement, shard_pieces
 
@@ -262,6 +262,7 @@ def _manifest(
             section="golden",
             tokens=plan.tokens,
             prompt=plan.prompt,
+            steps=DECODE_STEPS,
             logits_rows=plan.rows,
             kv_layers=tuple(range(len(spec.layers))),
             rungs=tuple(ladder.rungs),

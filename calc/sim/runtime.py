@@ -1,0 +1,223 @@
+"""The device: a calbin loaded on the simulator, driven as a host runtime drives the board.
+
+It chooses the sub-model by role, batch and bucket from the manifest, runs prompts longer than the largest bucket in
+chunks, sets the CSRs, and checks capacity before anything runs. It needs nothing but the calbin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from calc.calbin.manifest import SubModel, TensorDesc
+from calc.calbin.reader import Calbin
+from calc.core.errors import CapacityError, Problem, Problems, RuntimeFault
+from calc.core.isa import DType
+from calc.core.target import Target, parse_target
+from calc.sim.machine import LoadedProgram, Machine, Mode, csr_file, time_programs
+from calc.sim.timing import Counters
+
+DTYPES = {"f32": DType.F32, "bf16": DType.BF16, "i8": DType.I8, "i32": DType.I32, "u8": DType.U8}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a sub-model: tokens per sequence, valid tokens before it, and KV slots."""
+
+    submodel: str
+    tokens: tuple[tuple[int, ...], ...]
+    past: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Device:
+    """A loaded artefact.
+
+    Args:
+        calbin: the open artefact.
+        mode: fast, or strict with every check on.
+        cache_bytes: budget for decoded weight tiles in fast mode.
+    """
+
+    def __init__(self, calbin: Calbin, mode: Mode = "fast", cache_bytes: int = 4 << 30) -> None:
+        m = calbin.manifest
+        self.calbin = calbin
+        self.manifest = m
+        self.mode: Mode = mode
+        shards = {s.chip: calbin.shard(s.chip) for s in m.shards}
+        ends = {chip: max(r.offset + r.nbytes for r in m.dram if r.chip == chip) for chip in shards}
+        dynamic = {chip: max(0, ends[chip] - len(shard)) for chip, shard in shards.items()}
+        self.machine = Machine(m.target.sram_bytes, shards, dynamic, mode, cache_bytes)
+        self._programs: dict[str, LoadedProgram] = {}
+        self.target: Target = parse_target(m.target.toml, m.target.name)
+
+    # -- choice ------------------------------------------------------------------------------------------------------
+
+    @property
+    def prefill_buckets(self) -> list[SubModel]:
+        """Prefill sub-models by ascending bucket."""
+        return sorted((s for s in self.manifest.submodels if s.role == "prefill"), key=lambda s: s.seq)
+
+    @property
+    def decode_batches(self) -> list[SubModel]:
+        """Decode sub-models by ascending batch."""
+        return sorted((s for s in self.manifest.submodels if s.role == "decode"), key=lambda s: s.batch)
+
+    def plan_prefill(self, tokens: Sequence[int], past: int, slot: int) -> list[Step]:
+        """Split a prompt over prefill buckets: the largest while it is filled, then the smallest that holds the rest.
+
+        Raises:
+            CapacityError: PROMPT_TOO_LONG when past and prompt exceed the KV capacity.
+            RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE.
+        """
+        self._check_prompt(tokens, past, slot)
+        buckets = self.prefill_buckets
+        if not buckets:
+            # a decode-only artefact takes the prompt token by token
+            one = self.decode_batches[0]
+            return [Step(one.name, ((int(t),),), (past + i,), (slot,)) for i, t in enumerate(tokens)]
+        steps, at = [], 0
+        while at < len(tokens):
+            rest = len(tokens) - at
+            fits = [s for s in buckets if s.seq >= rest]
+            sub = fits[0] if fits else buckets[-1]
+            n = min(rest, sub.seq)
+            steps.append(Step(sub.name, (tuple(int(t) for t in tokens[at : at + n]),), (past + at,), (slot,)))
+            at += n
+        return steps
+
+    def decode_submodel(self, sequences: int) -> SubModel:
+        """The smallest decode batch that holds that many sequences.
+
+        Raises:
+            CapacityError: BATCH_TOO_LARGE.
+        """
+        for sub in self.decode_batches:
+            if sub.batch >= sequences:
+                return sub
+        largest = max((s.batch for s in self.decode_batches), default=0)
+        raise CapacityError(
+            Problem(
+                "BATCH_TOO_LARGE",
+                f"{sequences} sequences",
+                "more sequences than the largest compiled batch",
+                f"<= {largest}",
+                str(sequences),
+                "send them in turns, or compile with a larger --batch",
+            )
+        )
+
+    def _check_prompt(self, tokens: Sequence[int], past: int, slot: int) -> None:
+        problems = Problems()
+        vocab, kv = self.manifest.model.vocab, self.manifest.kv
+        if not len(tokens):
+            problems.add("PROMPT_EMPTY", "prompt", "the prompt has no tokens", expected="at least one", hint="give some text")
+        bad = [int(t) for t in tokens if not 0 <= t < vocab]
+        if bad:
+            problems.add("TOKEN_RANGE", "prompt", "token ids outside the vocabulary", expected=f"0..{vocab - 1}", got=bad[:8])
+        if not 0 <= slot < kv.slots:
+            problems.add("SLOT_RANGE", "slot", "no such KV slot", expected=f"0..{kv.slots - 1}", got=slot)
+        problems.raise_if_any(RuntimeFault)
+        if past + len(tokens) > kv.capacity:
+            raise CapacityError(
+                Problem(
+                    "PROMPT_TOO_LONG",
+                    "prompt",
+                    "the prompt does not fit the KV cache",
+                    f"at most {kv.capacity - past} tokens",
+                    str(len(tokens)),
+                    "shorten it, or compile with a larger --max-seq-len",
+                )
+            )
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def run(self, step: Step) -> NDArray[np.float32]:
+        """One call; logits f32 [batch, V] of each sequence's last valid token (rows of idle sequences are undefined).
+
+        Raises:
+            RuntimeFault: what the simulator finds.
+        """
+        sub = self._submodel(step.submodel)
+        cur = [len(t) for t in step.tokens]
+        ids = np.zeros((sub.batch, sub.seq), np.int32)
+        for i, t in enumerate(step.tokens):
+            ids[i, : len(t)] = t
+        pad = sub.batch - len(cur)
+        csr = csr_file(
+            {
+                "past_kv_cur_seq_len": [*step.past, *[0] * pad],
+                "cur_seq_len": [*cur, *[0] * pad],
+                "kv_slot": [*step.slots, *[0] * pad],
+            }
+        )
+        self._write(sub.inputs[0], ids)
+        with threadpool_limits(1):
+            # one BLAS thread: the order of sums, and so every bit, is the same on every machine of a kind
+            self._program(sub).run(csr)
+        return self._read(sub.outputs[0])
+
+    def prefill(self, tokens: Sequence[int], *, past: int = 0, slot: int = 0) -> NDArray[np.float32]:
+        """Run a prompt, in chunks if need be; logits f32 [V] of its last token."""
+        logits: NDArray[np.float32] | None = None
+        for step in self.plan_prefill(tokens, past, slot):
+            logits = self.run(step)[0]
+        assert logits is not None
+        return logits
+
+    def decode(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """One token for each sequence; logits f32 [len(tokens), V].
+
+        Raises:
+            CapacityError: BATCH_TOO_LARGE, CONTEXT_FULL.
+            RuntimeFault: TOKEN_RANGE, SLOT_RANGE.
+        """
+        sub = self.decode_submodel(len(tokens))
+        for t, p, s in zip(tokens, past, slots, strict=True):
+            self._check_prompt([t], p, s)
+        out = self.run(Step(sub.name, tuple((int(t),) for t in tokens), tuple(past), tuple(slots)))
+        return out[: len(tokens)]
+
+    def kv(self, layer: int, slot: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The first `count` keys and values of a layer: f32 [count, kv_heads, dim] each."""
+        kv = self.manifest.kv
+        entry = kv.layers[layer]
+        mem = self.machine.memories[entry.chip]
+        out = []
+        for offset, dim in ((entry.key_offset, entry.key_dim), (entry.value_offset, entry.value_dim)):
+            row = entry.kv_heads * dim * 2
+            at = offset + slot * kv.rows * row
+            out.append(mem.host_read(at, DType.BF16, (count, entry.kv_heads, dim)).astype(np.float32))
+        return out[0], out[1]
+
+    def time(self, submodel: str, cur: Sequence[int], past: Sequence[int]) -> Counters:
+        """The cost of one call on the artefact's target, without data."""
+        sub = self._submodel(submodel)
+        pad = [0] * (sub.batch - len(cur))
+        csr = csr_file({"past_kv_cur_seq_len": [*past, *pad], "cur_seq_len": [*cur, *pad], "kv_slot": list(range(sub.batch))})
+        return time_programs(self.target, {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}, csr)
+
+    def _submodel(self, name: str) -> SubModel:
+        for sub in self.manifest.submodels:
+            if sub.name == name:
+                return sub
+        raise RuntimeFault(Problem("NO_SUCH_SUBMODEL", name, "the artefact has no such sub-model", got=name))
+
+    def _program(self, sub: SubModel) -> LoadedProgram:
+        if sub.name not in self._programs:
+            records = {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}
+            self._programs[sub.name] = self.machine.load(records, {p.chip: p.nodes for p in sub.chip_map})
+        return self._programs[sub.name]
+
+    def _write(self, desc: TensorDesc, data: NDArray[np.generic]) -> None:
+        assert desc.at.chip is not None and desc.at.offset is not None
+        self.machine.memories[desc.at.chip].host_write(desc.at.offset, data)
+
+    def _read(self, desc: TensorDesc) -> NDArray[np.float32]:
+        assert desc.at.chip is not None and desc.at.offset is not None
+        mem = self.machine.memories[desc.at.chip]
+        return mem.host_read(desc.at.offset, DTYPES[desc.dtype], desc.shape).astype(np.float32)
