@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,14 +17,21 @@ import pytest
 import torch
 import transformers
 from frontend_models import save_model, t0
+from torch.onnx._internal.exporter import _registration
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet() -> Iterator[None]:
-    """One thread (results do not depend on the machine's load) and no progress bars."""
+    """One thread (results do not depend on the machine's load) and no progress bars.
+
+    The exporter parses the source of all its 500 translations for every graph: once is enough for a tiny one.
+    """
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        api = _registration.onnxscript_apis
+        patch.setattr(api, "get_torchlib_ops", functools.cache(api.get_torchlib_ops))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -278,6 +278,7 @@ def digest(model_dir: Path, out: Path) -> str:
     ).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**t0(num_local_experts=4, num_experts_per_tok=2))
     model = save_model(config, tmp_path / "m", dtype=torch.bfloat16)

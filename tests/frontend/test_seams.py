@@ -275,6 +275,11 @@ def test_wiring_faults_are_our_bugs(llama: Path, tmp_path: Path, monkeypatch: py
     exported = export(llama, [DECODE], 16)
     graph = exported.graphs[DECODE]
     refs = {k: v for k, v in exported.weights.items() if k != "rope.0.cos"}
+    node = next(iter(graph.graph))
+    shape, node.outputs[0].shape = node.outputs[0].shape, None
+    with pytest.raises(InternalError, match="static shape"):
+        export_module._check_complete(load(llama), graph, exported.weights)
+    node.outputs[0].shape = shape
     graph.graph.initializers["rope.0.cos"].const_value = None
     with pytest.raises(InternalError, match=r"rope\.0\.cos"):
         export_module._check_complete(load(llama), graph, refs)

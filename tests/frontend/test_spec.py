@@ -214,7 +214,9 @@ def test_models_that_are_no_decoder(llama: Path, tmp_path: Path, edit: Edit) -> 
 def test_unknown_family_and_invalid_config(llama: Path, edit: Edit) -> None:
     edit(llama, model_type="no_such_family")
     assert refusal(llama).codes == ("MODEL_CONFIG_INVALID",)
-    edit(llama, model_type="llama", hidden_size="wide")
+    edit(llama, auto_map={"AutoConfig": "code.Config"})  # code of the model's own is never run, nor asked about
+    assert refusal(llama).codes == ("MODEL_CONFIG_INVALID",)
+    edit(llama, auto_map=..., model_type="llama", hidden_size="wide")
     assert refusal(llama).codes == ("MODEL_CONFIG_INVALID",)
 
 
