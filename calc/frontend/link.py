@@ -21,8 +21,13 @@ IR_DTYPES = {
     "f16": ir.DataType.FLOAT16,
     "bf16": ir.DataType.BFLOAT16,
     "i64": ir.DataType.INT64,
+    "i32": ir.DataType.INT32,
+    "i16": ir.DataType.INT16,
+    "i8": ir.DataType.INT8,
+    "u8": ir.DataType.UINT8,
+    "bool": ir.DataType.BOOL,
 }
-"""calc's dtype name → ONNX's, for dtypes a weight may have."""
+"""calc's dtype name → ONNX's, for dtypes a weight or a stored buffer may have."""
 
 
 @dataclass
@@ -57,15 +62,17 @@ class Linker:
         return value
 
     def plain(self, name: str) -> None:
-        """Link a weight that the checkpoint holds as it is, with a Cast behind it unless it is float32."""
+        """Link a weight that the checkpoint holds as it is, with a Cast behind it unless it has the traced type."""
         value = self.graph.initializers[name]
-        readers = list(value.uses())
+        readers, traced = list(value.uses()), value.dtype
         ref = self.tensors[self.recipes[name].names[0]]
         self.initializer(name, ref, value)
-        if ref.dtype == "f32" or not readers:
+        if value.dtype == traced or traced is None or not readers:
             return
-        first = next(node for node in self.graph if any(v is value for v in node.inputs))
-        cast = self._node("Cast", [value], ref.shape, first, {"to": int(ir.DataType.FLOAT)}, name=f"{name}/Cast")
+        first = readers[0][0]
+        if len(readers) > 1:
+            first = next(node for node in self.graph if any(v is value for v in node.inputs))
+        cast = self._node("Cast", [value], ref.shape, first, {"to": int(traced)}, name=f"{name}/Cast")
         for node, index in readers:
             node.replace_input_with(index, cast)
 
@@ -160,7 +167,7 @@ class Linker:
         out = node.outputs[0]
         out.name = name
         out.shape = ir.Shape(shape)
-        out.type = ir.TensorType(ir.DataType.FLOAT) if op_type == "Cast" else inputs[0].type
+        out.type = ir.TensorType(ir.DataType(attributes["to"])) if op_type == "Cast" else inputs[0].type
         self.graph.insert_before(before, node)
         return out
 

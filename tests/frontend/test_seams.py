@@ -211,8 +211,9 @@ def test_attention_that_is_refused() -> None:
         ("mask", {"mask": torch.zeros(1)}),
     ]
     for word, changes in cases:
-        with pytest.raises(UnsupportedError, match=word):
+        with pytest.raises(UnsupportedError, match=word) as caught:
             attend(seam, **changes)
+        assert caught.value.code == "UNSUPPORTED_ATTENTION"
     with pytest.raises(InternalError, match="outside of a trace"):
         attend(AttentionSeam())
 
