@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -26,16 +24,15 @@ from calc.passes.artefact import Compiled, golden_arrays, write
 from calc.passes.base import Graph
 from calc.passes.calls import bind_functions, bind_schemes, calls
 from calc.passes.execute import Replayed, replay
+from calc.passes.inventory import InventoryReport, report, take_stock
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder, Weights, golden_plan, max_abs
 from calc.passes.lower import ChipMemory, ChipProgram, io_buffers, lower
+from calc.passes.onnx_files import Exported, host_files, load_exported, load_graph
 from calc.passes.order import fusion_passes
 from calc.passes.place import Placement, place
 from calc.passes.recipe import assign, bits, load_recipe
 from calc.sim.machine import csr_file, time_programs
 from calc.sim.timing import Counters
-
-if TYPE_CHECKING:
-    from calc.frontend.export import Exported
 
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)
 
@@ -91,13 +88,38 @@ def compile_model(
         passes=(*(p.name for p in fusion_passes()), "quantize", "place", "lower", "allocate", "sync", "encode"),
         options={"quant": bits(schemes), "recipe_sha256": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(), "target": target.name},
         golden=None if ladder is None else (ladder.plan, ladder.ladder, golden_arrays(ladder.plan, ladder.ladder, ladder.hf_logits)),
-        files=_files(source),
+        files=exported.files,
         graphs=_graphs_to_keep(graphs),
     )
     if out is not None:
         write(compiled, out, options.jobs, progress)
     rungs = () if ladder is None else tuple(rung_report(r) for r in ladder.ladder.rungs)
     return _report(compiled, costs, refs, bits(schemes), rungs, out)
+
+
+def export_model(source: Path, out_dir: Path, options: CompileOptions, progress: Progress = no_progress) -> tuple[Path, ...]:
+    """Export graphs and ``model_spec.json`` to a directory; see `calc.frontend.save`."""
+    from calc.frontend.save import save
+
+    exported, _, _ = _export(source, options, progress)
+    return save(exported, out_dir)
+
+
+def inventory_model(source: Path, options: CompileOptions, progress: Progress = no_progress) -> InventoryReport:
+    """Export and take stock; a directory with only config.json will do."""
+    exported, variants, _ = _export(source, options, progress)
+    return report(exported.spec.name, [take_stock(v.name, _graph(exported, v)) for v in variants])
+
+
+def inventory_onnx(path: Path) -> InventoryReport:
+    """Take stock of an ONNX file; needs neither torch nor transformers."""
+    g = load_graph(path)
+    return report(path.name, [take_stock(path.stem, g)])
+
+
+def compile_onnx(graphs: Sequence[Path], spec: Path, out: Path | None, options: CompileOptions, progress: Progress = no_progress) -> CompileReport:
+    """Compile graphs in the exported form, made by `calc export` or by other means."""
+    return compile_model(load_exported(graphs, spec), out, options, progress)
 
 
 # -- stages -------------------------------------------------------------------------------------------------------------
@@ -120,7 +142,8 @@ def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
 def _export(source: Path | Exported, options: CompileOptions, progress: Progress) -> tuple[Exported, tuple[Variant, ...], int]:
     variants = variants_of(options)
     if not isinstance(source, Path):
-        return source, variants, options.max_seq_len or _context_of(source, variants)
+        given = tuple(sorted(source.graphs, key=lambda v: (v.role != "prefill", v)))
+        return source, given, options.max_seq_len or _context_of(source, given)
     from calc.frontend.export import export
     from calc.frontend.spec import load_spec
 
@@ -137,7 +160,8 @@ def _export(source: Path | Exported, options: CompileOptions, progress: Progress
         )
     steps = len(variants)
     count = iter(range(10 * steps))
-    return export(source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)), variants, context
+    made = export(source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps))
+    return Exported(made.spec, made.graphs, made.weights, host_files(source)), variants, context
 
 
 def _context_of(exported: Exported, variants: Sequence[Variant]) -> int:
@@ -155,7 +179,8 @@ def _graph(exported: Exported, v: Variant) -> Graph:
         if name not in exported.weights:
             continue
         data = value.const_value
-        refs[name] = ArrayTensor(np.asarray(data.numpy())) if isinstance(data, ir.Tensor) else exported.weights[name]
+        own = data is not None and not isinstance(data, ir.ExternalTensor) and name.startswith("rope.")
+        refs[name] = ArrayTensor(np.asarray(data.numpy())) if own and data is not None else exported.weights[name]
     return Graph(model, refs)
 
 
@@ -209,13 +234,6 @@ def _workload(c: Counters, v: Variant, spec: ModelSpec) -> Workload:
     return Workload(
         macs=c.macs, vector_ops=c.vector_ops, dram_bytes=c.dram_bytes, host_bytes=host, link_bytes=c.link_bytes, cycles=c.cycles
     )
-
-
-def _files(source: Path | Exported) -> dict[str, bytes]:
-    if not isinstance(source, Path):
-        return {}
-    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
-    return {n: (source / n).read_bytes() for n in names if (source / n).is_file()}
 
 
 def _graphs_to_keep(graphs: Mapping[Variant, Graph]) -> dict[str, ir.Model]:

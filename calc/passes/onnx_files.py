@@ -1,0 +1,122 @@
+"""Graphs from ONNX files: what `calc export` wrote, or graphs made by other means in the same form.
+
+The form: semantic names (``input_ids``, ``past_kv.<i>.key``, ``logits``, ``kv.<i>.key``), static shapes, standard ops.
+Weights are the float initializers with more than one element; external ones are referenced where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+from pydantic import ValidationError
+
+from calc.core.errors import ModelError, Problem, Problems
+from calc.core.spec import ModelSpec, TokenizerSpec
+from calc.core.tensors import ArrayTensor, FileTensor, TensorRef
+from calc.core.variant import Variant
+from calc.passes.base import Graph
+
+DTYPES = {
+    ir.DataType.FLOAT: "f32",
+    ir.DataType.FLOAT16: "f16",
+    ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.DOUBLE: "f64",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Graphs by variant, where their weights are, and the files a host needs (tokenizer, configs) by name."""
+
+    spec: ModelSpec
+    graphs: Mapping[Variant, ir.Model]
+    weights: Mapping[str, TensorRef]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+HOST_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
+"""Files of a model directory that travel in the artefact."""
+
+
+def host_files(directory: Path) -> dict[str, bytes]:
+    """The files of a directory that a host needs."""
+    return {n: (directory / n).read_bytes() for n in HOST_FILES if (directory / n).is_file()}
+
+
+def load_graph(path: Path) -> Graph:
+    """Read an ONNX file; weights become lazy references.
+
+    Raises:
+        ModelError: ONNX_UNREADABLE.
+    """
+    try:
+        model = ir.load(path)
+    except (OSError, DecodeError, ValueError) as e:
+        raise ModelError(Problem("ONNX_UNREADABLE", str(path), "not a readable ONNX file", got=str(e))) from e
+    weights: dict[str, TensorRef] = {}
+    for name, value in model.graph.initializers.items():
+        t = value.const_value
+        if t is None or t.dtype not in DTYPES or t.size <= 1:
+            continue
+        shape = tuple(int(d) for d in t.shape)  # type: ignore[arg-type]
+        if isinstance(t, ir.ExternalTensor):
+            weights[name] = FileTensor(Path(t.path), t.offset or 0, shape, DTYPES[t.dtype], (name,))
+        else:
+            weights[name] = ArrayTensor(np.asarray(t.numpy()), (name,))
+    _infer_layers(model)
+    return Graph(model, weights)
+
+
+def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
+    """Read graphs and their ``model_spec.json``.
+
+    Raises:
+        ModelError: ONNX_UNREADABLE, ONNX_INPUTS for a graph without the semantic inputs, SPEC_INVALID.
+    """
+    try:
+        model_spec = ModelSpec.model_validate_json(spec.read_text(encoding="utf-8"), strict=True)
+    except (OSError, ValidationError) as e:
+        raise ModelError(Problem("SPEC_INVALID", str(spec), "not a readable model_spec.json", got=str(e)[:500])) from e
+    graphs: dict[Variant, ir.Model] = {}
+    weights: dict[str, TensorRef] = {}
+    problems = Problems()
+    for path in paths:
+        g = load_graph(path)
+        ids = next((v for v in g.model.graph.inputs if v.name == "input_ids"), None)
+        if ids is None or ids.shape is None or len(ids.shape) != 2 or any(not isinstance(d, int) for d in ids.shape):
+            problems.add(
+                "ONNX_INPUTS",
+                str(path),
+                "the graph lacks a static input_ids [batch, sequence]",
+                expected="input_ids, past_kv_cur_seq_len, cur_seq_len, past_kv.<layer>.key and .value",
+                got=", ".join(v.name or "?" for v in g.model.graph.inputs)[:200],
+                hint="`calc export` shows the form",
+            )
+            continue
+        batch, seq = (int(d) for d in ids.shape)  # type: ignore[arg-type]
+        graphs[Variant("decode" if seq == 1 else "prefill", batch, seq)] = g.model
+        weights.update(g.weights)
+    problems.raise_if_any(ModelError)
+    files = host_files(spec.parent)
+    if "tokenizer.json" not in files:
+        # without the tokenizer beside it the artefact takes token ids only
+        model_spec = model_spec.model_copy(update={"tokenizer": TokenizerSpec(kind="none")})
+    return Exported(model_spec, graphs, weights, files)
+
+
+def _infer_layers(model: ir.Model) -> None:
+    """Where a graph does not say which layer a node is in: the last one whose KV its inputs come from."""
+    if any("calc.layer" in n.metadata_props for n in model.graph):
+        return
+    layer: dict[int, int] = {}
+    for node in model.graph:
+        own = [int(v.name.split(".")[1]) for v in node.inputs if v is not None and v.name and v.name.startswith("past_kv.")]
+        before = [layer[id(p)] for v in node.inputs if v is not None and (p := v.producer()) is not None and id(p) in layer]
+        if own or before:
+            layer[id(node)] = max(own + before)
+            node.metadata_props["calc.layer"] = str(layer[id(node)])
