@@ -25,7 +25,7 @@ from calc.passes.base import Graph
 from calc.passes.calls import bind_functions, bind_schemes, calls
 from calc.passes.execute import Replayed, replay
 from calc.passes.inventory import InventoryReport, report, take_stock
-from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder, Weights, golden_plan, max_abs
+from calc.passes.ladder import DECODE_STEPS, QUANT_GATES, GoldenPlan, Ladder, Weights, golden_plan, max_abs
 from calc.passes.lower import ChipMemory, ChipProgram, io_buffers, lower
 from calc.passes.onnx_files import Exported, host_files, load_exported, load_graph
 from calc.passes.order import fusion_passes
@@ -312,6 +312,7 @@ class LadderRun:
         if set(schemes.values()) != {"bf16"}:
             for v in (self.prefill, self.decode):
                 bind_functions(graphs[v], "npu")
+            self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"
         self.ladder.finish(last)

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import REGISTERS, Alu, Op
-from calc.sim.program import Ins, uses_immediate
+from calc.core.isa import REGISTERS, Op
+from calc.sim.program import Code, Ins
 
 ITERATION_CAP = 1 << 24
 """Loop iterations a program may run per call: far above any real one, so that a damaged bound cannot hang the host."""
 
 Dispatch = Callable[[list[int]], None]
 
-_ALU: dict[int, Callable[[int, int], int]] = {
-    Alu.ADD: lambda a, b: a + b,
-    Alu.SUB: lambda a, b: a - b,
-    Alu.MUL: lambda a, b: a * b,
-    Alu.DIV: lambda a, b: a // b,
-    Alu.CDIV: lambda a, b: -(-a // b),
-    Alu.MIN: min,
-    Alu.MAX: max,
-    Alu.MOD: lambda a, b: a % b,
-}
-
-
 def run(
-    code: Sequence[Ins],
-    partner: Sequence[int],
+    program: Code,
     dispatch: Sequence[Dispatch | None],
     csr: Sequence[int],
     sload: Callable[[Ins, list[int]], int],
@@ -36,8 +23,7 @@ def run(
     """Run one program to its HALT.
 
     Args:
-        code: decoded records.
-        partner: LOOP and END indices, matched.
+        program: the decoded program.
         dispatch: for each data record what executes it; None for records this mode skips.
         csr: control registers.
         sload: reads one i32 from SRAM for a SLOAD record.
@@ -54,8 +40,7 @@ def run(
     iterations = 0
     pc = 0
     loop, end, salu, csrr, op_sload, recv, halt = Op.LOOP, Op.END, Op.SALU, Op.CSRR, Op.SLOAD, Op.RECV, Op.HALT
-    scalars = {i.pc: (_ALU[i.sub], i.imm[0], i.imm[1], i.imm[2], uses_immediate(i)) for i in code if i.op == salu}
-    ops = [int(i.op) for i in code]
+    code, partner, ops, scalars = program.ins, program.partner, program.ops, program.scalars
     while True:
         op = ops[pc]
         if op >= 8:  # noqa: PLR2004 - data and semaphore records start at WAIT

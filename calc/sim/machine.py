@@ -16,7 +16,7 @@ from calc.sim import control
 from calc.sim.control import Dispatch
 from calc.sim.engines import compile_instruction
 from calc.sim.memory import Bytes, FastMemory, TileCache
-from calc.sim.program import Ins, decode
+from calc.sim.program import Code, Ins, decode
 from calc.sim.strict import StrictMemory
 from calc.sim.timing import Clock, Counters
 
@@ -58,12 +58,12 @@ class LoadedProgram:
 
     def __init__(self, machine: Machine, records: Mapping[int, NDArray[np.void]], nodes: Mapping[int, Sequence[str]]) -> None:
         self.machine = machine
-        self.chips: dict[int, tuple[list[Ins], list[int], list[Dispatch | None]]] = {}
+        self.chips: dict[int, tuple[Code, list[Dispatch | None]]] = {}
         for chip, recs in records.items():
-            code, partner = decode(recs)
+            code = decode(recs)
             mem = machine.memories[chip]
-            table = [self._bind(ins, mem, nodes[chip]) for ins in code]
-            self.chips[chip] = (code, partner, table)
+            table = [self._bind(ins, mem, nodes[chip]) for ins in code.ins]
+            self.chips[chip] = (code, table)
 
     @staticmethod
     def _bind(ins: Ins, mem: FastMemory, nodes: Sequence[str]) -> Dispatch | None:
@@ -102,9 +102,9 @@ class LoadedProgram:
             if isinstance(mem, StrictMemory):
                 mem.reset_order()
         runs = {}
-        for chip, (code, partner, table) in self.chips.items():
+        for chip, (code, table) in self.chips.items():
             mem = m.memories[chip]
-            runs[chip] = control.run(code, partner, table, csr, _sload(mem), lambda ins, c=chip: bool(m.links[(ins.imm[0], c)]))  # type: ignore[misc]
+            runs[chip] = control.run(code, table, csr, _sload(mem), lambda ins, c=chip: bool(m.links[(ins.imm[0], c)]))  # type: ignore[misc]
         try:
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 interleave(runs)
@@ -169,10 +169,10 @@ def time_programs(target: Target, records: Mapping[int, NDArray[np.void]], csr: 
     links: dict[tuple[int, int], deque[int]] = defaultdict(deque)
     runs, clocks = {}, []
     for chip, recs in records.items():
-        code, partner = decode(recs)
+        code = decode(recs)
         clock = Clock(chip, target, links, count)
-        table = [clock.dispatcher(i) if i.op >= Op.WAIT else None for i in code]
-        runs[chip] = control.run(code, partner, table, csr, clock.sload, clock.ready)
+        table = [clock.dispatcher(i) if i.op >= Op.WAIT else None for i in code.ins]
+        runs[chip] = control.run(code, table, csr, clock.sload, clock.ready)
         clocks.append(clock)
     interleave(runs)
     count.cycles = max(c.finished for c in clocks)

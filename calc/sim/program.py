@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, Flag, Op, Space
+from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, Alu, Flag, Op, Space
 from calc.sim.memory import Operand
 
 RANK = 4
@@ -36,8 +38,33 @@ class Ins:
         return tuple(c if r < 0 else regs[r] for c, r in self.dims)
 
 
-def decode(records: NDArray[np.void]) -> tuple[list[Ins], list[int]]:
-    """Records to instructions, and for each LOOP and END the index of its partner.
+_ALU: dict[int, Callable[[int, int], int]] = {
+    Alu.ADD: operator.add,
+    Alu.SUB: operator.sub,
+    Alu.MUL: operator.mul,
+    Alu.DIV: operator.floordiv,
+    Alu.CDIV: lambda a, b: -(-a // b),
+    Alu.MIN: min,
+    Alu.MAX: max,
+    Alu.MOD: operator.mod,
+}
+
+Scalar = tuple[Callable[[int, int], int], int, int, int, bool]
+"""A SALU record: function, destination register, first operand's register, second operand, whether that is a constant."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A decoded program: instructions, opcodes, for each LOOP and END the index of its partner, and the SALU records."""
+
+    ins: list[Ins]
+    ops: list[int]
+    partner: list[int]
+    scalars: dict[int, Scalar]
+
+
+def decode(records: NDArray[np.void]) -> Code:
+    """Records to a program.
 
     Raises:
         RuntimeFault: SIM_BAD_PROGRAM where loops do not match.
@@ -75,9 +102,5 @@ def decode(records: NDArray[np.void]) -> tuple[list[Ins], list[int]]:
         )
     if stack:
         raise RuntimeFault(Problem("SIM_BAD_PROGRAM", f"instruction {stack[-1]}", "LOOP without END"))
-    return out, partner
-
-
-def uses_immediate(ins: Ins) -> bool:
-    """Whether a SALU record's second operand is its immediate."""
-    return bool(ins.flags & Flag.IMM)
+    scalars = {i.pc: (_ALU[i.sub], i.imm[0], i.imm[1], i.imm[2], bool(i.flags & Flag.IMM)) for i in out if i.op == Op.SALU}
+    return Code(out, cols["op"], partner, scalars)
