@@ -5,29 +5,31 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from calc.calbin.manifest import Rung, Workload
-from calc.core.errors import CapacityError, Problem, UsageError, VerificationError
+from calc.core.errors import CapacityError, Problem, UsageError
+from calc.core.exported import Exported
 from calc.core.options import CompileOptions, CompileReport, Progress, RungReport, VariantReport, no_progress
 from calc.core.spec import ModelSpec
 from calc.core.target import Target, load_target
 from calc.core.tensors import ArrayTensor, ShapeOnlyTensor, TensorRef
 from calc.core.variant import Variant
-from calc.kernels.base import Call
+from calc.kernels.base import Call, Numerics
 from calc.passes.artefact import Compiled, golden_arrays, write
 from calc.passes.base import Graph
 from calc.passes.calls import bind_functions, bind_schemes, calls
-from calc.passes.execute import Replayed, replay
+from calc.passes.execute import Replayed
 from calc.passes.inventory import InventoryReport, report, take_stock
-from calc.passes.ladder import DECODE_STEPS, QUANT_GATES, GoldenPlan, Ladder, Weights, golden_plan, max_abs
+from calc.passes.ladder import DECODE_STEPS, Ladder, golden_plan
+from calc.passes.ladder_run import LadderRun
 from calc.passes.lower import ChipMemory, ChipProgram, io_buffers, lower
-from calc.passes.onnx_files import Exported, host_files, load_exported, load_graph
+from calc.passes.onnx_files import host_files, load_exported, load_graph, without_weights, write_files
 from calc.passes.order import fusion_passes
 from calc.passes.place import Placement, place
 from calc.passes.recipe import assign, bits, load_recipe
@@ -42,7 +44,11 @@ CHECK_LIMIT = 50_000_000
 
 
 def compile_model(
-    source: Path | Exported, out: Path | None, options: CompileOptions, progress: Progress = no_progress
+    source: Path | Exported,
+    out: Path | None,
+    options: CompileOptions,
+    progress: Progress = no_progress,
+    keep_graphs: Path | None = None,
 ) -> CompileReport:
     """Compile a model to a calbin.
 
@@ -51,6 +57,7 @@ def compile_model(
         out: the calbin to write; None plans only (no golden vectors, nothing written).
         options: see `CompileOptions`.
         progress: told stages and steps.
+        keep_graphs: a directory for the fused and the quantized graphs, weights as inputs.
 
     Returns:
         What was made, with its cost on the target's clock.
@@ -62,9 +69,14 @@ def compile_model(
     exported, variants, context = _export(source, options, progress)
     spec = exported.spec
     graphs = {v: _graph(exported, v) for v in variants}
-    ladder = _start_ladder(source, exported, graphs, options, context, progress) if out is not None and options.golden else None
+    ladder = (
+        _start_ladder(source, exported, graphs, options, context, progress)
+        if out is not None and options.golden
+        else None
+    )
     fused = {v: _fuse(g, ladder if _is_replayed(v, graphs) else None, progress) for v, g in graphs.items()}
     first = fused[variants[0]]
+    kept = _graph_files(graphs, "fused", "fp32") if keep_graphs is not None else {}
     schemes, groups = assign(recipe, first)
     if ladder is not None:
         ladder.check_numerics(graphs, schemes, groups, progress)
@@ -76,7 +88,10 @@ def compile_model(
     slots = max(v.batch for v in variants)
     refs = graphs[variants[0]].weights
     placement = place(spec, first, refs, schemes, groups, target, variants, context, slots)
-    programs = {v: _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants)) for i, v in enumerate(variants)}
+    programs = {
+        v: _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants))
+        for i, v in enumerate(variants)
+    }
     costs = {v: cost(programs[v], v, _full_past(v, context), target) for v in variants}
     compiled = Compiled(
         spec=spec,
@@ -86,18 +101,28 @@ def compile_model(
         workloads={v: _workload(costs[v], v, spec) for v in variants},
         max_seq_len=context,
         passes=(*(p.name for p in fusion_passes()), "quantize", "place", "lower", "allocate", "sync", "encode"),
-        options={"quant": bits(schemes), "recipe_sha256": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(), "target": target.name},
-        golden=None if ladder is None else (ladder.plan, ladder.ladder, golden_arrays(ladder.plan, ladder.ladder, ladder.hf_logits)),
+        options={
+            "quant": bits(schemes),
+            "recipe_sha256": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
+            "target": target.name,
+        },
+        golden=None
+        if ladder is None
+        else (ladder.plan, ladder.ladder, golden_arrays(ladder.plan, ladder.ladder, ladder.hf_logits)),
         files=exported.files,
-        graphs=_graphs_to_keep(graphs),
+        graphs=_graph_files(graphs, "quantized", "npu"),
     )
+    if keep_graphs is not None:
+        write_files(keep_graphs, {**kept, **compiled.graphs})
     if out is not None:
         write(compiled, out, options.jobs, progress)
     rungs = () if ladder is None else tuple(rung_report(r) for r in ladder.ladder.rungs)
     return _report(compiled, costs, refs, bits(schemes), rungs, out)
 
 
-def export_model(source: Path, out_dir: Path, options: CompileOptions, progress: Progress = no_progress) -> tuple[Path, ...]:
+def export_model(
+    source: Path, out_dir: Path, options: CompileOptions, progress: Progress = no_progress
+) -> tuple[Path, ...]:
     """Export graphs and ``model_spec.json`` to a directory; see `calc.frontend.save`."""
     from calc.frontend.save import save
 
@@ -117,12 +142,14 @@ def inventory_onnx(path: Path) -> InventoryReport:
     return report(path.name, [take_stock(path.stem, g)])
 
 
-def compile_onnx(graphs: Sequence[Path], spec: Path, out: Path | None, options: CompileOptions, progress: Progress = no_progress) -> CompileReport:
+def compile_onnx(
+    graphs: Sequence[Path], spec: Path, out: Path | None, options: CompileOptions, progress: Progress = no_progress
+) -> CompileReport:
     """Compile graphs in the exported form, made by `calc export` or by other means."""
     return compile_model(load_exported(graphs, spec), out, options, progress)
 
 
-# -- stages -------------------------------------------------------------------------------------------------------------
+# -- stages -----------------------------------------------------------------------------------------------------------
 
 
 def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
@@ -131,15 +158,25 @@ def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
     Raises:
         UsageError: USAGE_BUCKET, USAGE_BATCH for a size below 1.
     """
-    problems = [Problem("USAGE_BUCKET", "--prefill", "a bucket holds at least one token", ">= 1", str(s)) for s in options.prefill if s < 1]
-    problems += [Problem("USAGE_BATCH", "--batch", "a batch is 1 to 64 sequences", "1..64", str(b)) for b in options.batch if not 1 <= b <= 64]
+    problems = [
+        Problem("USAGE_BUCKET", "--prefill", "a bucket holds at least one token", ">= 1", str(s))
+        for s in options.prefill
+        if s < 1
+    ]
+    problems += [
+        Problem("USAGE_BATCH", "--batch", "a batch is 1 to 64 sequences", "1..64", str(b))
+        for b in options.batch
+        if not 1 <= b <= 64
+    ]
     if problems:
         raise UsageError(problems)
     prefill = [Variant("prefill", 1, s) for s in sorted(set(options.prefill))]
     return (*prefill, *(Variant("decode", b, 1) for b in sorted({1, *options.batch})))
 
 
-def _export(source: Path | Exported, options: CompileOptions, progress: Progress) -> tuple[Exported, tuple[Variant, ...], int]:
+def _export(
+    source: Path | Exported, options: CompileOptions, progress: Progress
+) -> tuple[Exported, tuple[Variant, ...], int]:
     variants = variants_of(options)
     if not isinstance(source, Path):
         given = tuple(sorted(source.graphs, key=lambda v: (v.role != "prefill", v)))
@@ -152,16 +189,34 @@ def _export(source: Path | Exported, options: CompileOptions, progress: Progress
     too_long = [v for v in variants if v.seq > context]
     if too_long:
         raise CapacityError(
-            [Problem("BUCKET_TOO_LONG", v.name, "the bucket is longer than the context", f"<= {context}", str(v.seq), "use a smaller --prefill or a larger --max-seq-len") for v in too_long]
+            [
+                Problem(
+                    "BUCKET_TOO_LONG",
+                    v.name,
+                    "the bucket is longer than the context",
+                    f"<= {context}",
+                    str(v.seq),
+                    "use a smaller --prefill or a larger --max-seq-len",
+                )
+                for v in too_long
+            ]
         )
     if context > spec.max_position_embeddings:
         raise CapacityError(
-            Problem("CONTEXT_TOO_LONG", "--max-seq-len", "longer than the context the model was trained for", f"<= {spec.max_position_embeddings}", str(context))
+            Problem(
+                "CONTEXT_TOO_LONG",
+                "--max-seq-len",
+                "longer than the context the model was trained for",
+                f"<= {spec.max_position_embeddings}",
+                str(context),
+            )
         )
     steps = len(variants)
     count = iter(range(10 * steps))
-    made = export(source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps))
-    return Exported(made.spec, made.graphs, made.weights, host_files(source)), variants, context
+    made = export(
+        source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)
+    )
+    return replace(made, files=host_files(source)), variants, context
 
 
 def _context_of(exported: Exported, variants: Sequence[Variant]) -> int:
@@ -203,7 +258,14 @@ def _calls_of(g: Graph) -> list[Call]:
 
 
 def _lower(
-    v: Variant, todo: Sequence[Call], placement: Placement, spec: ModelSpec, target: Target, progress: Progress, i: int, n: int
+    v: Variant,
+    todo: Sequence[Call],
+    placement: Placement,
+    spec: ModelSpec,
+    target: Target,
+    progress: Progress,
+    i: int,
+    n: int,
 ) -> dict[int, ChipProgram]:
     progress(f"lower {v.name}", i, n)
     chips = {}
@@ -232,94 +294,32 @@ def cost(programs: Mapping[int, ChipProgram], v: Variant, past: int, target: Tar
 def _workload(c: Counters, v: Variant, spec: ModelSpec) -> Workload:
     host = v.batch * (v.seq + spec.vocab) * 4
     return Workload(
-        macs=c.macs, vector_ops=c.vector_ops, dram_bytes=c.dram_bytes, host_bytes=host, link_bytes=c.link_bytes, cycles=c.cycles
+        macs=c.macs,
+        vector_ops=c.vector_ops,
+        dram_bytes=c.dram_bytes,
+        host_bytes=host,
+        link_bytes=c.link_bytes,
+        cycles=c.cycles,
     )
 
 
-def _graphs_to_keep(graphs: Mapping[Variant, Graph]) -> dict[str, ir.Model]:
-    """The final graph of each sub-model."""
+def _graph_files(graphs: Mapping[Variant, Graph], stage: str, numerics: Numerics) -> dict[str, bytes]:
+    """Each sub-model's graph as it is now, weights as inputs."""
     for g in graphs.values():
-        bind_functions(g, "npu")
-    return {f"{v.name}.quantized.onnx": g.model for v, g in graphs.items()}
+        bind_functions(g, numerics)
+    return {f"{v.name}.{stage}.onnx": without_weights(g) for v, g in graphs.items()}
 
 
-# -- the ladder ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class LadderRun:
-    """The rungs that run while the graphs change under them."""
-
-    plan: GoldenPlan
-    ladder: Ladder
-    hf_logits: NDArray[np.float32]
-    prefill: Variant
-    decode: Variant
-    check_passes: bool
-    graphs: Mapping[Variant, Graph]
-
-    def replay(self, values: str, schemes: Mapping, groups: Mapping, stage: str, progress: Progress) -> Replayed:  # type: ignore[type-arg]
-        """Run the golden tokens through the graphs as they are now."""
-        todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
-        graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
-        count = iter(range(1 << 30))
-        return replay(graphs, self._provider(graphs, values, schemes, groups), todo, lambda s: progress(f"ladder: {stage}", next(count), 0))
-
-    def _provider(self, graphs: Mapping[str, Graph], values: str, schemes: Mapping, groups: Mapping):  # type: ignore[type-arg, no-untyped-def]
-        def get(graph: Graph, name: str) -> NDArray[np.generic]:
-            weights = Weights(graph.weights, schemes, groups)
-            return getattr(weights, values)(name)  # type: ignore[no-any-return]
-
-        return get
-
-    def after_pass(self, g: Graph, name: str) -> None:
-        """With `check_passes`: the graph computes the same as before the pass (one prefill call).
-
-        Raises:
-            VerificationError: PASS_CHANGED_RESULT.
-        """
-        if not self.check_passes:
-            return
-        v = next(k for k, x in self.graphs.items() if x is g)
-        bind_functions(g, "fp32")
-        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
-        got = replay({v.name: g}, self._provider({}, "fp32", {}, {}), [replace(call, past=0)])
-        before = self.before.get(v)
-        if before is not None:
-            diff = max_abs([got.logits, *got.keys], [before.logits, *before.keys])
-            gate = self.ladder.fp32_gate(before)
-            if not diff <= gate:
-                raise VerificationError(
-                    Problem("PASS_CHANGED_RESULT", f"pass {name} on {v.name}", "the graph computes something else than before the pass", f"<= {gate:.3g}", f"{diff:.3g}")
-                )
-        self.before[v] = got
-
-    def __post_init__(self) -> None:
-        self.before: dict[Variant, Replayed] = {}
-
-    def check_numerics(self, graphs: Mapping[Variant, Graph], schemes: Mapping, groups: Mapping, progress: Progress) -> None:  # type: ignore[type-arg]
-        """Rungs fused and bf16."""
-        for v in (self.prefill, self.decode):
-            bind_functions(graphs[v], "fp32")
-        self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
-        for v in (self.prefill, self.decode):
-            bind_functions(graphs[v], "npu")
-        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, groups, "bf16", progress))
-
-    def check_quantized(self, graphs: Mapping[Variant, Graph], schemes: Mapping, groups: Mapping, progress: Progress) -> None:  # type: ignore[type-arg]
-        """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
-        last = "bf16"
-        if set(schemes.values()) != {"bf16"}:
-            for v in (self.prefill, self.decode):
-                bind_functions(graphs[v], "npu")
-            self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
-            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
-            last = "quantized"
-        self.ladder.finish(last)
+# -- the ladder -------------------------------------------------------------------------------------------------------
 
 
 def _start_ladder(
-    source: Path | Exported, exported: Exported, graphs: Mapping[Variant, Graph], options: CompileOptions, context: int, progress: Progress
+    source: Path | Exported,
+    exported: Exported,
+    graphs: Mapping[Variant, Graph],
+    options: CompileOptions,
+    context: int,
+    progress: Progress,
 ) -> LadderRun | None:
     """Golden tokens, transformers' answer, and the first rung: the exported graphs."""
     if not isinstance(source, Path) or any(isinstance(r, ShapeOnlyTensor) for r in exported.weights.values()):
@@ -362,18 +362,27 @@ def golden_tokens(source: Path, spec: ModelSpec, count: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(0).integers(0, spec.vocab, count)]
 
 
-# -- reports --------------------------------------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------------------------------
 
 
 def rung_report(r: Rung) -> RungReport:
     """A rung for people."""
     ok = r.logits is None or (r.logits <= r.gate_logits and (r.kv or 0.0) <= r.gate_kv)
     return RungReport(
-        name=r.name, reference=r.reference, metric=r.metric, logits=r.logits, kv=r.kv, gate_logits=r.gate_logits, gate_kv=r.gate_kv, ok=ok
+        name=r.name,
+        reference=r.reference,
+        metric=r.metric,
+        logits=r.logits,
+        kv=r.kv,
+        gate_logits=r.gate_logits,
+        gate_kv=r.gate_kv,
+        ok=ok,
     )
 
 
-def variant_report(programs: Mapping[int, ChipProgram], v: Variant, past: int, c: Counters, target: Target) -> VariantReport:
+def variant_report(
+    programs: Mapping[int, ChipProgram], v: Variant, past: int, c: Counters, target: Target
+) -> VariantReport:
     """A sub-model's cost for people; `seconds` includes the host's time per call."""
     seconds = (c.cycles + target.costs.call.value) / target.rates.clock.value
     return VariantReport(
@@ -396,7 +405,12 @@ def variant_report(programs: Mapping[int, ChipProgram], v: Variant, past: int, c
 
 
 def _report(
-    c: Compiled, costs: Mapping[Variant, Counters], refs: Mapping[str, TensorRef], quant: str, rungs: tuple[RungReport, ...], out: Path | None
+    c: Compiled,
+    costs: Mapping[Variant, Counters],
+    refs: Mapping[str, TensorRef],
+    quant: str,
+    rungs: tuple[RungReport, ...],
+    out: Path | None,
 ) -> CompileReport:
     p, t = c.placement, c.target
     shards = tuple(m.shard_bytes for m in p.chips.values())

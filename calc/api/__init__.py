@@ -36,7 +36,11 @@ __all__ = [
 
 
 def compile(  # noqa: A001 - the library's verb
-    model: str | Path, out: str | Path | None, options: CompileOptions | None = None, progress: Progress = no_progress
+    model: str | Path,
+    out: str | Path | None,
+    options: CompileOptions | None = None,
+    progress: Progress = no_progress,
+    keep_graphs: str | Path | None = None,
 ) -> CompileReport:
     """Compile a Hugging Face model to a calbin.
 
@@ -45,6 +49,7 @@ def compile(  # noqa: A001 - the library's verb
         out: the file to write; None plans only.
         options: defaults if None.
         progress: told (stage, done, total).
+        keep_graphs: a directory for the intermediate graphs.
 
     Raises:
         CalcError: all problems of the stage that failed; nothing is written then.
@@ -52,10 +57,18 @@ def compile(  # noqa: A001 - the library's verb
     from calc.frontend.hub import resolve
     from calc.pipeline import compile_model
 
-    return compile_model(resolve(str(model)), None if out is None else Path(out), options or CompileOptions(), progress)
+    return compile_model(
+        resolve(str(model)),
+        None if out is None else Path(out),
+        options or CompileOptions(),
+        progress,
+        None if keep_graphs is None else Path(keep_graphs),
+    )
 
 
-def export(model: str | Path, out_dir: str | Path, options: CompileOptions | None = None, progress: Progress = no_progress) -> tuple[Path, ...]:
+def export(
+    model: str | Path, out_dir: str | Path, options: CompileOptions | None = None, progress: Progress = no_progress
+) -> tuple[Path, ...]:
     """Export prefill and decode graphs and ``model_spec.json``; weights stay in the checkpoint.
 
     Args:
@@ -73,8 +86,10 @@ def export(model: str | Path, out_dir: str | Path, options: CompileOptions | Non
     return export_model(resolve(str(model)), Path(out_dir), options or CompileOptions(), progress)
 
 
-def inventory(model: str | Path, options: CompileOptions | None = None, progress: Progress = no_progress) -> InventoryReport:
-    """Take stock of a model's ops: a directory, a hub id, or an ONNX file (which needs neither torch nor transformers)."""
+def inventory(
+    model: str | Path, options: CompileOptions | None = None, progress: Progress = no_progress
+) -> InventoryReport:
+    """Take stock of a model's ops: a directory, a hub id, or an ONNX file (that needs no torch)."""
     from calc.pipeline import inventory_model, inventory_onnx
 
     options = options or CompileOptions()
@@ -86,19 +101,29 @@ def inventory(model: str | Path, options: CompileOptions | None = None, progress
 
 
 def compile_graphs(
-    prefill: Sequence[str | Path], decode: Sequence[str | Path], spec: str | Path, out: str | Path | None, options: CompileOptions | None = None
+    prefill: Sequence[str | Path],
+    decode: Sequence[str | Path],
+    spec: str | Path,
+    out: str | Path | None,
+    options: CompileOptions | None = None,
 ) -> CompileReport:
     """Compile graphs that were exported before (`export`, or by other means in the same form).
 
     Args:
-        prefill, decode: ONNX files, one per variant.
+        prefill: ONNX files of prefill graphs, one per bucket.
+        decode: ONNX files of decode graphs, one per batch.
         spec: ``model_spec.json``.
         out: the file to write; None plans only.
         options: defaults if None.
     """
     from calc.pipeline import compile_onnx
 
-    return compile_onnx([Path(p) for p in (*prefill, *decode)], Path(spec), None if out is None else Path(out), options or CompileOptions())
+    return compile_onnx(
+        [Path(p) for p in (*prefill, *decode)],
+        Path(spec),
+        None if out is None else Path(out),
+        options or CompileOptions(),
+    )
 
 
 def open(path: str | Path, *, deep: bool = False) -> Calbin:  # noqa: A001 - the library's verb

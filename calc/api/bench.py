@@ -38,7 +38,9 @@ class BenchReport(Frozen):
     skipped: tuple[str, ...]
 
 
-def bench(calbin: Calbin, prompts: Sequence[int] = (1, 16, 128, 512, 2048), outputs: Sequence[int] = (32, 128)) -> BenchReport:
+def bench(
+    calbin: Calbin, prompts: Sequence[int] = (1, 16, 128, 512, 2048), outputs: Sequence[int] = (32, 128)
+) -> BenchReport:
     """Time every prompt and output length, for each decode batch. No data is computed.
 
     Args:
@@ -84,5 +86,9 @@ def bench(calbin: Calbin, prompts: Sequence[int] = (1, 16, 128, 512, 2048), outp
                     )
                 )
     return BenchReport(
-        model=calbin.manifest.model.name, target=target.name, quant=calbin.manifest.provenance.options.get("quant", ""), rows=tuple(rows), skipped=tuple(skipped)
+        model=calbin.manifest.model.name,
+        target=target.name,
+        quant=calbin.manifest.provenance.options.get("quant", ""),
+        rows=tuple(rows),
+        skipped=tuple(skipped),
     )

@@ -70,7 +70,12 @@ class Session:
         if self._tokenizer is None:
             if self.spec.tokenizer.kind == "none":
                 raise RuntimeFault(
-                    Problem("NO_TOKENIZER", str(self.calbin.path), "the artefact has no tokenizer", hint="give token ids, or compile a model directory with tokenizer.json")
+                    Problem(
+                        "NO_TOKENIZER",
+                        str(self.calbin.path),
+                        "the artefact has no tokenizer",
+                        hint="give token ids, or compile a model directory with tokenizer.json",
+                    )
                 )
             self._tokenizer = Tokenizer.from_str(self.calbin.file("tokenizer.json").decode("utf-8"))
         return self._tokenizer
@@ -98,7 +103,9 @@ class Session:
     def _render(self, messages: list[dict[str, str]]) -> str:
         template = self.spec.tokenizer.chat_template
         if template is None:
-            raise RuntimeFault(Problem("NO_CHAT_TEMPLATE", self.spec.name, "the model has no chat template", hint="give plain text"))
+            raise RuntimeFault(
+                Problem("NO_CHAT_TEMPLATE", self.spec.name, "the model has no chat template", hint="give plain text")
+            )
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
@@ -112,7 +119,9 @@ class Session:
                 messages=messages, add_generation_prompt=True, **{f"{k}_token": v for k, v in names.items()}
             )
         except TemplateError as e:
-            raise RuntimeFault(Problem("CHAT_TEMPLATE", self.spec.name, "the chat template refuses the messages", got=str(e))) from e
+            raise RuntimeFault(
+                Problem("CHAT_TEMPLATE", self.spec.name, "the chat template refuses the messages", got=str(e))
+            ) from e
 
     def _token(self, role: str) -> str:
         ids = self.spec.tokens.eos if role == "eos" else (getattr(self.spec.tokens, role),)
@@ -140,7 +149,7 @@ class Session:
             RuntimeFault: an empty prompt, ids out of range.
             CapacityError: PROMPT_TOO_LONG before anything runs.
         """
-        ids = [int(t) for t in prompt] if _are_ids(prompt) else self.prompt_ids(prompt, chat=chat)  # type: ignore[arg-type, union-attr]
+        ids = [int(t) for t in prompt] if _are_ids(prompt) else self.prompt_ids(prompt, chat=chat)  # type: ignore[arg-type]
         start = time.perf_counter()
         steps = self.device.plan_prefill(ids, 0, 0)
         hz = self.device.target.rates.clock.value
@@ -171,9 +180,17 @@ class Session:
             on_text(final[len(text) :])
         middle = len(ids) + len(out) // 2
         decode = self.device.decode_submodel(1)
-        tpot = self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.kv.capacity - 1)]).cycles / hz + call
+        tpot = (
+            self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.kv.capacity - 1)]).cycles / hz + call
+        )
         return Generation(
-            text=final, prompt_tokens=len(ids), tokens=tuple(out), finish=finish, ttft=ttft, tpot=tpot, host_seconds=time.perf_counter() - start
+            text=final,
+            prompt_tokens=len(ids),
+            tokens=tuple(out),
+            finish=finish,
+            ttft=ttft,
+            tpot=tpot,
+            host_seconds=time.perf_counter() - start,
         )
 
     def _tokens(self, ids: Sequence[int], choose: Callable[[NDArray[np.float32]], int]) -> Iterator[int]:
@@ -183,17 +200,31 @@ class Session:
             token = choose(logits)
             yield token
             if past >= self.calbin.manifest.kv.capacity:
-                raise CapacityError(Problem("CONTEXT_FULL", "KV cache", "no room for another token", str(self.calbin.manifest.kv.capacity), str(past)))
+                raise CapacityError(
+                    Problem(
+                        "CONTEXT_FULL",
+                        "KV cache",
+                        "no room for another token",
+                        str(self.calbin.manifest.kv.capacity),
+                        str(past),
+                    )
+                )
             logits = self.device.decode([token], [past], [0])[0]
             past += 1
 
 
 def _are_ids(prompt: object) -> bool:
-    return not isinstance(prompt, str) and isinstance(prompt, Sequence) and all(isinstance(t, int | np.integer) for t in prompt)
+    return (
+        not isinstance(prompt, str)
+        and isinstance(prompt, Sequence)
+        and all(isinstance(t, int | np.integer) for t in prompt)
+    )
 
 
 def _empty() -> RuntimeFault:
-    return RuntimeFault(Problem("PROMPT_EMPTY", "prompt", "the prompt has no tokens", "at least one", hint="give some text"))
+    return RuntimeFault(
+        Problem("PROMPT_EMPTY", "prompt", "the prompt has no tokens", "at least one", hint="give some text")
+    )
 
 
 def _chooser(s: Sampling) -> Callable[[NDArray[np.float32]], int]:

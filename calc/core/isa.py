@@ -236,7 +236,7 @@ CSRS = ("past_kv_cur_seq_len", "cur_seq_len", "kv_slot")
 CSR_STRIDE = 64
 
 RING_FREE = 0
-"""Semaphore the matrix engine signals when a slot of the weight ring may be overwritten. Its count is not zero at HALT."""
+"""Semaphore the matrix engine signals when a slot of the weight ring may be overwritten; not zero at HALT."""
 
 RING_FULL = 1
 """Semaphore the weight DMA signals when a slot of the ring holds its tile."""

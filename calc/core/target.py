@@ -114,7 +114,12 @@ def parse_target(text: str, where: str) -> Target:
     except ValidationError as e:
         raise UsageError(
             [
-                Problem("TARGET_INVALID", f"{where}: {'.'.join(map(str, err['loc']))}", err["msg"], got=str(err["input"])[:80])
+                Problem(
+                    "TARGET_INVALID",
+                    f"{where}: {'.'.join(map(str, err['loc']))}",
+                    err["msg"],
+                    got=str(err["input"])[:80],
+                )
                 for err in e.errors()
             ]
         ) from e
@@ -129,6 +134,12 @@ def load_target(name: str) -> Target:
     path = Path(name) if name.endswith(".toml") else TARGET_DIR / f"{name}.toml"
     if not path.is_file():
         raise UsageError(
-            Problem("TARGET_UNKNOWN", name, "no such target", expected=" or ".join(target_names()), hint="or the path of a .toml")
+            Problem(
+                "TARGET_UNKNOWN",
+                name,
+                "no such target",
+                expected=" or ".join(target_names()),
+                hint="or the path of a .toml",
+            )
         )
     return parse_target(path.read_text(encoding="utf-8"), str(name))

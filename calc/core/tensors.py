@@ -205,7 +205,7 @@ class SelectTensor(TensorRef):
         return self.base.sources
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
-        return self.base.rows(self.index, self.index + 1)[0][start:stop]
+        return np.asarray(self.base.rows(self.index, self.index + 1)[0])[start:stop]
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,8 @@ class OffsetTensor(TensorRef):
         return self.base.sources
 
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
-        return self.base.rows(start, stop).astype(np.float32) + np.float32(self.offset)
+        out: NDArray[np.generic] = self.base.rows(start, stop).astype(np.float32) + np.float32(self.offset)
+        return out
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
 from calc.core.errors import InternalError, ModelError, Problems, UsageError
+from calc.core.exported import Exported
 from calc.core.spec import ModelSpec
 from calc.core.tensors import ArrayTensor, TensorRef
 from calc.core.variant import Variant
@@ -18,21 +18,6 @@ from calc.frontend.loaded import Loaded, load
 from calc.frontend.mapping import aliases
 from calc.frontend.spec import spec_of
 from calc.frontend.trace import MODEL, trace
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What the frontend hands on.
-
-    Attributes:
-        spec: the model.
-        graphs: one per variant. Initializers of weights have no data but a reference into the checkpoint.
-        weights: initializer name → lazy reference; the same for all variants, except for the RoPE tables' length.
-    """
-
-    spec: ModelSpec
-    graphs: dict[Variant, ir.Model]
-    weights: dict[str, TensorRef]
 
 
 def export(

@@ -18,9 +18,9 @@ import onnx
 import onnx_ir as ir
 
 from calc.core.errors import DiskError, InternalError, Problem, UsageError
+from calc.core.exported import Exported
 from calc.core.tensors import FileTensor, ShapeOnlyTensor
 from calc.core.variant import Variant
-from calc.frontend.export import Exported
 
 INLINE_LIMIT = 1 << 20
 """Float constants above this many bytes (RoPE tables of a long context) go into a file of their own."""

@@ -87,7 +87,15 @@ class Attention(Kernel):
         _Flash(low, call).emit()
 
     def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16, "scale": 0.25, "softcap": 0.0, "window": 0}
+        base: dict[str, Attr] = {
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "value_dim": 16,
+            "scale": 0.25,
+            "softcap": 0.0,
+            "window": 0,
+        }
         cache = {"past_k": (1, 2, 96, 16), "past_v": (1, 2, 96, 16), "past": (1,)}
         prefill = {"q": (1, 24, 64), "k": (1, 24, 32), "v": (1, 24, 32), **cache}
         decode = {"q": (1, 1, 64), "k": (1, 1, 32), "v": (1, 1, 32), **cache}
@@ -221,7 +229,9 @@ class _Flash:
             # the key at index j is position t0 + j, the query at index i position first + i: seen when 0 <= first + i
             # - t0 - j < window. One decode query without a window sees every key that is loaded.
             ahead = em.alu(Alu.SUB, first, t0)
-            em.op(Op.VBAND, Engine.VEC, cells, imm=(1, ahead.index, self.window or NO_WINDOW), fimm=(MASKED,), dst=s, a=s)
+            em.op(
+                Op.VBAND, Engine.VEC, cells, imm=(1, ahead.index, self.window or NO_WINDOW), fimm=(MASKED,), dst=s, a=s
+            )
         em.vreduce(Red.MAX, cells, st["new_max"], s)
         em.vmap(Fn.MAX, rows, st["new_max"], st["new_max"], st["row_max"])
         em.vmap(Fn.EXPSUB, rows, st["factor"], st["row_max"], st["new_max"])

@@ -125,7 +125,7 @@ class Kernel(ABC):
 
     def overload(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         """The ONNX function overload's name: one for each distinct body."""
-        parts = [numerics]
+        parts: list[str] = [numerics]
         for k in sorted(attrs):
             v = attrs[k]
             parts.append(f"{k}={'.'.join(v) if isinstance(v, tuple) else v}")

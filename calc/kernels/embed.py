@@ -46,7 +46,13 @@ class Embed(Kernel):
         y = low.new(call.outputs[0], width)
         table = View(em.weights, DType.BF16, (w.layout.code_row_bytes, 2), w.offset)
         em.op(
-            Op.LOADG, Engine.ADMA, (low.rows, width), imm=(w.layout.rows,), dst=y.view, a=table, b=dense(ids, DType.I32, low.max_rows)
+            Op.LOADG,
+            Engine.ADMA,
+            (low.rows, width),
+            imm=(w.layout.rows,),
+            dst=y.view,
+            a=table,
+            b=dense(ids, DType.I32, low.max_rows),
         )
         if call.float("scale") != 1.0:
             em.vmap(Fn.AFFINE, (low.rows, width), y.view, y.view, f=(call.float("scale"), 0.0))

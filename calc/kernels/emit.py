@@ -255,8 +255,7 @@ class Emitter:
         for b in self.buffers:
             if b.last >= start:
                 b.touch(self._step)
-                if b.first > start:
-                    b.first = start
+                b.first = min(b.first, start)
 
     def sram(self, name: str, nbytes: int, *, manual: bool = False) -> Buffer:
         """A new SRAM buffer of `nbytes`."""
@@ -271,7 +270,7 @@ class Emitter:
                 v.buf.touch(self._step)
         self._stack[-1].append(ins)
 
-    def op(  # noqa: PLR0913 - one parameter per record field
+    def op(
         self,
         op: Op,
         engine: Engine,
@@ -286,9 +285,7 @@ class Emitter:
     ) -> None:
         """Emit one record."""
         ops = {k: v for k, v in operands.items() if v is not None}
-        self._emit(
-            Instr(op, engine, len(self.nodes) - 1, tuple(dims), sub, tile, flags, tuple(imm), tuple(fimm), ops)
-        )
+        self._emit(Instr(op, engine, len(self.nodes) - 1, tuple(dims), sub, tile, flags, tuple(imm), tuple(fimm), ops))
 
     # -- scalars -----------------------------------------------------------------------------------------------------
 
@@ -373,7 +370,14 @@ class Emitter:
     # -- matrix ------------------------------------------------------------------------------------------------------
 
     def gemm(
-        self, dims: tuple[Dim, Dim, Dim, Dim, Dim], dst: View, a: View, b: View, *, alpha: float = 1.0, acc: bool = False
+        self,
+        dims: tuple[Dim, Dim, Dim, Dim, Dim],
+        dst: View,
+        a: View,
+        b: View,
+        *,
+        alpha: float = 1.0,
+        acc: bool = False,
     ) -> None:
         """``dst[h,i,g,n] (+)= alpha * sum_k a[h,i,g,k] * b[h,n,k]``, b in SRAM as plain elements.
 
@@ -387,7 +391,7 @@ class Emitter:
         """
         self.op(Op.GEMM, Engine.MAT, dims, flags=Flag.ACC if acc else 0, fimm=(alpha,), dst=dst, a=a, b=b)
 
-    def packed_gemm(  # noqa: PLR0913 - a GEMM has that many operands
+    def packed_gemm(
         self,
         w: Packed,
         rows: Dim,
@@ -448,7 +452,9 @@ class Emitter:
         ring, slot = self.ring, self._slot
         nbytes = lay.tile_bytes(ref.rows)
         if nbytes > self._ring_slot_bytes:
-            raise InternalError(f"{w.name}: a tile of {nbytes} bytes does not fit the ring's slot of {self._ring_slot_bytes}")
+            raise InternalError(
+                f"{w.name}: a tile of {nbytes} bytes does not fit the ring's slot of {self._ring_slot_bytes}"
+            )
         ring_terms = ((slot, self._ring_slot_bytes),)
         terms: tuple[Term, ...] = () if ref.term is None else ((ref.term[0], lay.tile_stride),)
         if expert is not None:

@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, DType, Fn
-from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, matmul, rms_norm, store, weight_formals
+from calc.kernels.base import (
+    Attr,
+    Call,
+    Constraint,
+    Example,
+    Kernel,
+    Numerics,
+    Work,
+    matmul,
+    rms_norm,
+    store,
+    weight_formals,
+)
 from calc.kernels.emit import View
 
 if TYPE_CHECKING:
@@ -94,6 +106,14 @@ class LmHead(Kernel):
 
     def examples(self) -> tuple[Example, ...]:
         return (
-            Example({"norm": 1, "eps": 1e-5, "softcap": 0.0}, {"x": (1, 8, 48), "cur": (1,), "gamma": (48,), "w": (70, 48)}, {"cur": [6]}),
-            Example({"norm": 1, "eps": 1e-6, "softcap": 3.0}, {"x": (1, 1, 64), "cur": (1,), "gamma": (64,), "w": (33, 64)}, {"cur": [1]}),
+            Example(
+                {"norm": 1, "eps": 1e-5, "softcap": 0.0},
+                {"x": (1, 8, 48), "cur": (1,), "gamma": (48,), "w": (70, 48)},
+                {"cur": [6]},
+            ),
+            Example(
+                {"norm": 1, "eps": 1e-6, "softcap": 3.0},
+                {"x": (1, 1, 64), "cur": (1,), "gamma": (64,), "w": (33, 64)},
+                {"cur": [1]},
+            ),
         )

@@ -129,7 +129,9 @@ class Lowering:
 
     # -- shared pieces -----------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: View, rows: Dim, width: int, gamma: Plain, eps: float, dst: View, d: View | None = None) -> None:
+    def rms_norm(
+        self, x: View, rows: Dim, width: int, gamma: Plain, eps: float, dst: View, d: View | None = None
+    ) -> None:
         """``dst = x * rsqrt(mean(x^2) + eps) * gamma`` row by row, FP32 inside, rounded once at the store.
 
         Args:

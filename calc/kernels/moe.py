@@ -122,7 +122,15 @@ class Moe(Kernel):
             em.vmap(Fn.COPY, (low.rows, width), y.view, total.view)
 
     def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {"norm": 1, "eps": 1e-5, "act": "silu", "top_k": 2, "norm_topk": 1, "add": 1, "hidden": 64}
+        base: dict[str, Attr] = {
+            "norm": 1,
+            "eps": 1e-5,
+            "act": "silu",
+            "top_k": 2,
+            "norm_topk": 1,
+            "add": 1,
+            "hidden": 64,
+        }
         shapes = {"gamma": (64,), "router": (4, 64), "gate": (4, 48, 64), "up": (4, 48, 64), "down": (4, 64, 48)}
         return (
             Example(base, {"x": (1, 9, 64), "residual": (1, 9, 64), **shapes}),
@@ -230,5 +238,12 @@ def _by_expert(low: Lowering, call: Call, x: Act, weights: View, ids: View, tota
             em.op(Op.VGATHER, Engine.VEC, (count, width), imm=(k, n), dst=gathered.view, a=x.view, b=chosen)
             _expert(low, call, gathered.view, count, h, out, e, n)
             em.op(
-                Op.VSCATTER, Engine.VEC, (count, width), imm=(k, n), dst=total.view, a=out.view, b=chosen, d=flat_weights
+                Op.VSCATTER,
+                Engine.VEC,
+                (count, width),
+                imm=(k, n),
+                dst=total.view,
+                a=out.view,
+                b=chosen,
+                d=flat_weights,
             )

@@ -82,7 +82,15 @@ class QkNormRope(Kernel):
             _rotate(low, call, src, dst, heads, (cos, sin), f"{x}_gamma" if call.attrs["norm"] else None)
 
     def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "norm": 0, "eps": 0.0, "interleaved": 0, "rotary_dim": 16}
+        base: dict[str, Attr] = {
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "norm": 0,
+            "eps": 0.0,
+            "interleaved": 0,
+            "rotary_dim": 16,
+        }
         shapes = {"q": (1, 7, 64), "k": (1, 7, 32), "cos": (40, 8), "sin": (40, 8), "past": (1,)}
         return (
             Example(base, shapes, {"past": [3]}),
@@ -106,7 +114,12 @@ def _rotate(
         normed = low.scratch("normed", src.width)
         wide = dense(scale, DType.F32, low.max_rows, heads)
         em.vmap(
-            Fn.MUL3, (low.rows, heads, d), normed.heads(d), x, wide.stepped(*wide.steps, 0), View(g, DType.F32, (0, 0, 4))
+            Fn.MUL3,
+            (low.rows, heads, d),
+            normed.heads(d),
+            x,
+            wide.stepped(*wide.steps, 0),
+            View(g, DType.F32, (0, 0, 4)),
         )
         x = normed.heads(d)
     y = dst.heads(d)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from calc.calbin.layout import FORMAT
@@ -29,6 +27,7 @@ from calc.calbin.manifest import (
     MemoryRegion,
     Provenance,
     QuantEntry,
+    Section,
     ShardDesc,
     SubModel,
     TargetDesc,
@@ -40,7 +39,7 @@ from calc.calbin.manifest import (
 from calc.calbin.writer import CalbinWriter, SectionWriter
 from calc.core.errors import ModelError, Problems
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
-from calc.core.numerics import bf16_loss
+from calc.core.numerics import bf16_loss, to_bf16
 from calc.core.options import Progress
 from calc.core.spec import ModelSpec
 from calc.core.target import Target
@@ -70,7 +69,7 @@ class Compiled:
     options: Mapping[str, str]
     golden: tuple[GoldenPlan, Ladder, Mapping[str, NDArray[np.generic]]] | None
     files: Mapping[str, bytes]
-    graphs: Mapping[str, ir.Model]
+    graphs: Mapping[str, bytes]
 
 
 class _Losses:
@@ -103,7 +102,13 @@ class _Losses:
             ModelError: MODEL_NOT_FINITE for each checkpoint tensor.
         """
         for source, n in sorted(self.bad.items()):
-            self.problems.add("MODEL_NOT_FINITE", source, f"{n} values are not finite", "finite numbers", hint="the checkpoint is damaged or overflowed in training")
+            self.problems.add(
+                "MODEL_NOT_FINITE",
+                source,
+                f"{n} values are not finite",
+                expected="finite numbers",
+                hint="the checkpoint is damaged or overflowed in training",
+            )
         self.problems.raise_if_any(ModelError)
 
 
@@ -169,7 +174,14 @@ def _weight(item: Placed, chip: int) -> WeightDesc:
     sources = item.ref.sources + (item.bias.sources if item.bias is not None else ())
     if isinstance(h, Plain):
         return WeightDesc(
-            name=h.name, chip=chip, offset=h.offset, nbytes=h.nbytes, format="f32", shape=h.shape, padded_shape=h.shape, sources=sources or (h.name,)
+            name=h.name,
+            chip=chip,
+            offset=h.offset,
+            nbytes=h.nbytes,
+            format="f32",
+            shape=h.shape,
+            padded_shape=h.shape,
+            sources=sources or (h.name,),
         )
     lay = h.layout
     lead = (h.experts,) if h.experts else ()
@@ -206,7 +218,7 @@ def _files(w: CalbinWriter, c: Compiled) -> list[File]:
     out: list[File] = []
     for section, kind, content in (
         ("tokenizer", "tokenizer", dict(c.files)),
-        ("graphs", "graph", {n: _graph_bytes(m) for n, m in c.graphs.items()}),
+        ("graphs", "graph", dict(c.graphs)),
     ):
         if not content:
             continue
@@ -218,13 +230,6 @@ def _files(w: CalbinWriter, c: Compiled) -> list[File]:
     return out
 
 
-def _graph_bytes(model: ir.Model) -> bytes:
-    """The graph without weights, the same bytes on every run."""
-    proto = ir.serde.serialize_model(model)
-    del proto.graph.initializer[:]
-    return proto.SerializeToString(deterministic=True)
-
-
 def golden_arrays(plan: GoldenPlan, ladder: Ladder, hf_logits: NDArray[np.float32]) -> dict[str, NDArray[np.generic]]:
     """The arrays of the golden section: transformers' logits and KV, each rung's logits, the last rung's KV."""
     out: dict[str, NDArray[np.generic]] = {"hf/logits": hf_logits}
@@ -234,17 +239,27 @@ def golden_arrays(plan: GoldenPlan, ladder: Ladder, hf_logits: NDArray[np.float3
             out[f"{name}/logits"] = result.logits
         if name in ("hf", last):
             for i, (k, v) in enumerate(zip(result.keys, result.values, strict=True)):
-                narrow = (lambda x: x) if name == "hf" else (lambda x: x.astype(ml_dtypes.bfloat16))
-                out[f"{name}/key.{i}"], out[f"{name}/value.{i}"] = narrow(k), narrow(v)
+                # the NPU's KV is BF16: storing it so loses nothing
+                out[f"{name}/key.{i}"], out[f"{name}/value.{i}"] = (k, v) if name == "hf" else (to_bf16(k), to_bf16(v))
     return out
 
 
 def _manifest(
-    c: Compiled, sections: tuple, weights: Sequence[WeightDesc], arrays: Sequence[Array], files: Sequence[File], losses: _Losses  # type: ignore[type-arg]
+    c: Compiled,
+    sections: tuple[Section, ...],
+    weights: Sequence[WeightDesc],
+    arrays: Sequence[Array],
+    files: Sequence[File],
+    losses: _Losses,
 ) -> Manifest:
     p, t, spec = c.placement, c.target, c.spec
-    shards = tuple(ShardDesc(chip=chip, section=f"weights.{chip}", dram_offset=0, nbytes=m.shard_bytes) for chip, m in p.chips.items())
-    schemes = {item.handle.name: item for items in p.weights.values() for item in items if isinstance(item.handle, Packed)}
+    shards = tuple(
+        ShardDesc(chip=chip, section=f"weights.{chip}", dram_offset=0, nbytes=m.shard_bytes)
+        for chip, m in p.chips.items()
+    )
+    schemes = {
+        item.handle.name: item for items in p.weights.values() for item in items if isinstance(item.handle, Packed)
+    }
     quant = tuple(
         QuantEntry(
             weight=n,
@@ -270,7 +285,9 @@ def _manifest(
     return Manifest(
         format=FORMAT,
         model=spec,
-        target=TargetDesc(name=t.name, chips=t.chips, sram_bytes=t.sram_bytes, dram_bytes=t.dram_bytes, digest=t.digest, toml=t.toml),
+        target=TargetDesc(
+            name=t.name, chips=t.chips, sram_bytes=t.sram_bytes, dram_bytes=t.dram_bytes, digest=t.digest, toml=t.toml
+        ),
         sections=sections,
         submodels=tuple(_submodel(c, v) for v in c.programs),
         shards=shards,
@@ -321,8 +338,10 @@ def _dram(c: Compiled) -> tuple[MemoryRegion, ...]:
     for chip, m in c.placement.chips.items():
         out.append(MemoryRegion(name=f"weights.{chip}", space="dram", chip=chip, offset=0, nbytes=m.shard_bytes))
         for kv in m.kv.values():
-            for b in (kv.key, kv.value):
-                out.append(MemoryRegion(name=b.name, space="dram", chip=chip, offset=b.base or 0, nbytes=b.nbytes))
+            out += [
+                MemoryRegion(name=b.name, space="dram", chip=chip, offset=b.base or 0, nbytes=b.nbytes)
+                for b in (kv.key, kv.value)
+            ]
         io = m.io["io"]
         out.append(MemoryRegion(name=f"io.{chip}", space="dram", chip=chip, offset=io.base or 0, nbytes=io.nbytes))
     return tuple(out)
@@ -333,14 +352,26 @@ def _submodel(c: Compiled, v: Variant) -> SubModel:
     for chip, prog in c.programs[v].items():
         regions = tuple(
             MemoryRegion(
-                name=f"{i}:{b.name}"[:256], space="sram", chip=chip, offset=b.base or 0, nbytes=b.nbytes, first=max(b.first, 0), last=max(b.last, 0)
+                name=f"{i}:{b.name}"[:256],
+                space="sram",
+                chip=chip,
+                offset=b.base or 0,
+                nbytes=b.nbytes,
+                first=max(b.first, 0),
+                last=max(b.last, 0),
             )
             for i, b in enumerate(prog.buffers)
         )
         layers = tuple(i for i, k in enumerate(c.placement.layer_chip) if k == chip)
         parts.append(
             ChipPart(
-                chip=chip, layers=layers, program=_program(v, chip), instructions=len(prog.records), nodes=prog.nodes, sram_peak=prog.sram_peak, regions=regions
+                chip=chip,
+                layers=layers,
+                program=_program(v, chip),
+                instructions=len(prog.records),
+                nodes=prog.nodes,
+                sram_peak=prog.sram_peak,
+                regions=regions,
             )
         )
     return SubModel(

@@ -67,6 +67,7 @@ class Rule(Pass):
         """Rewrite at an anchor; returns why not, or None when it was done."""
 
     def run(self, g: Graph) -> int:
+        """Rewrite at every anchor that matches; the others' reasons go to `refusals`."""
         done = 0
         for node in list(g.model.graph):
             if node.graph is None or (node.domain, node.op_type) != self.anchor:
@@ -169,11 +170,18 @@ def attributes(attrs: Mapping[str, Attr]) -> list[ir.Attr]:
 
 
 def calc_node(
-    op: str, inputs: Sequence[ir.Value], attrs: Mapping[str, Attr], outputs: Sequence[tuple[int, ...]], source: ir.Node, name: str
+    op: str,
+    inputs: Sequence[ir.Value],
+    attrs: Mapping[str, Attr],
+    outputs: Sequence[tuple[int, ...]],
+    source: ir.Node,
+    name: str,
 ) -> ir.Node:
     """A node of domain ``calc`` with f32 outputs of the given dimensions; the module path comes from `source`."""
     keep = {k: v for k, v in source.metadata_props.items() if k.startswith("calc.")}
-    node = ir.Node(DOMAIN, op, list(inputs), attributes(attrs), num_outputs=len(outputs), name=name, metadata_props=keep)
+    node = ir.Node(
+        DOMAIN, op, list(inputs), attributes(attrs), num_outputs=len(outputs), name=name, metadata_props=keep
+    )
     for i, (value, shape) in enumerate(zip(node.outputs, outputs, strict=True)):
         value.name = f"{name}/{i}"
         value.shape = ir.Shape(shape)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.core.errors import Problems, UnsupportedError
+from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Attr, Call, Kernel, Numerics
 from calc.kernels.functions import OPSET, function_proto
 from calc.passes.base import Graph, attr, dims, new_weight
-from calc.core.tensors import ShapeOnlyTensor
 
 
 def node_attrs(node: ir.Node) -> dict[str, Attr]:
@@ -56,7 +56,13 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
     shapes = {v.name or "?": dims(v) for v in (*values, *node.outputs)}
     layer = node.metadata_props.get("calc.layer")
     return Call(
-        node.op_type, node.name or "?", attrs, inputs, tuple(v.name or "?" for v in node.outputs), shapes, None if layer is None else int(layer)
+        node.op_type,
+        node.name or "?",
+        attrs,
+        inputs,
+        tuple(v.name or "?" for v in node.outputs),
+        shapes,
+        None if layer is None else int(layer),
     )
 
 
@@ -99,7 +105,9 @@ def bind_schemes(g: Graph) -> None:
             if s == "w8a8":
                 w = values[n]
                 shape = dims(w)
-                values[f"{n}_scale"] = new_weight(g, f"{w.name}/scale", ShapeOnlyTensor(shape[:-1], "f32", (w.name or "?",)))
+                values[f"{n}_scale"] = new_weight(
+                    g, f"{w.name}/scale", ShapeOnlyTensor(shape[:-1], "f32", (w.name or "?",))
+                )
         attrs["schemes"] = schemes
         new_formals, _ = kernel.formals(attrs)
         for i in range(len(node.inputs), len(new_formals)):

@@ -26,8 +26,8 @@ def encode(body: Sequence[Instr | LoopNode]) -> NDArray[np.void]:
     out = np.zeros(len(flat), RECORD)
     for name in ("dst", "a", "b", "d", "e"):
         out[name]["reg"] = NO_REG
-    for rec, ins in zip(out, flat, strict=True):
-        _fill(rec, ins)
+    for i, ins in enumerate(flat):
+        _fill(out[i : i + 1].squeeze(), ins)
     return out
 
 
@@ -44,7 +44,13 @@ def _flatten(body: Sequence[Instr | LoopNode], depth: int) -> Iterator[Instr]:
 
 
 def _fill(rec: NDArray[np.void], ins: Instr) -> None:
-    rec["op"], rec["engine"], rec["sub"], rec["tile"], rec["flags"] = ins.op, ins.engine, ins.sub, ins.tile, int(ins.flags)
+    rec["op"], rec["engine"], rec["sub"], rec["tile"], rec["flags"] = (
+        ins.op,
+        ins.engine,
+        ins.sub,
+        ins.tile,
+        int(ins.flags),
+    )
     rec["node"] = max(ins.node, 0)
     bits = 0
     dims: list[int] = [1] * MAX_DIMS

@@ -43,7 +43,10 @@ def segments(g: Graph) -> list[Segment]:
     index: dict[int, int] = {}
     place: list[tuple[ir.Node, int]] = []
     for node in graph:
-        before = max((index.get(id(v.producer()), 0) for v in node.inputs if v is not None and v.producer() is not None), default=0)
+        before = max(
+            (index.get(id(v.producer()), 0) for v in node.inputs if v is not None and v.producer() is not None),
+            default=0,
+        )
         text = node.metadata_props.get("calc.layer")
         at = int(text) + 1 if text is not None else before
         if text is None and at == last + 1 and node.metadata_props.get("calc.scope"):
@@ -56,7 +59,8 @@ def segments(g: Graph) -> list[Segment]:
     for at in sorted({a for _, a in place}):
         nodes = tuple(n for n, a in place if a == at)
         made = {v.name for n in nodes for v in n.outputs}
-        inputs, weights = [], []
+        inputs: list[str] = []
+        weights: list[str] = []
         for n in nodes:
             for v in n.inputs:
                 if v is None or v.name in made or v.name in inputs or v.name in weights or v.name is None:
@@ -97,7 +101,9 @@ def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
         for name in names:
             v = values[name]
             elem = (v.dtype or ir.DataType.FLOAT).value
-            target.append(onnx.helper.make_tensor_value_info(name, elem, None if v.shape is None else list(v.shape.numpy())))
+            target.append(
+                onnx.helper.make_tensor_value_info(name, elem, None if v.shape is None else list(v.shape.numpy()))
+            )
     options = rt.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
@@ -105,23 +111,26 @@ def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
     small = {n: graph.initializers[n] for n in seg.weights if n not in g.weights}
     for name, value in small.items():
         assert value.const_value is not None
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(value.const_value.numpy()), name))
+        proto.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.ascontiguousarray(value.const_value.numpy()), name)
+        )
     big = [n for n in seg.weights if n in g.weights]
     total = sum(4 * int(np.prod(g.weights[n].shape)) for n in big)
     if total <= INLINE_LIMIT:
         for name in big:
             proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(provider(g, name)), name))
     else:
-        names, arrays = [], []
+        handed: list[str] = []
+        arrays: list[rt.OrtValue] = []
         for name in big:
             data = np.ascontiguousarray(provider(g, name))
             t = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(data.dtype), dims=data.shape)
             t.data_location = onnx.TensorProto.EXTERNAL
             t.external_data.add(key="location", value="weights")
             proto.graph.initializer.append(t)
-            names.append(name)
+            handed.append(name)
             arrays.append(rt.OrtValue.ortvalue_from_numpy(data))
-        options.add_external_initializers(names, arrays)
+        options.add_external_initializers(handed, arrays)
     return rt.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
@@ -145,7 +154,10 @@ class Replayed:
 
 
 def replay(
-    graphs: Mapping[str, Graph], provider: Provider, plan: Sequence[ReplayCall], progress: Callable[[str], None] | None = None
+    graphs: Mapping[str, Graph],
+    provider: Provider,
+    plan: Sequence[ReplayCall],
+    progress: Callable[[str], None] | None = None,
 ) -> Replayed:
     """Run calls (batch 1) through a prefill and a decode graph, layer by layer.
 

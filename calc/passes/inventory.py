@@ -23,8 +23,38 @@ from calc.passes.order import fusion_passes
 FALLBACK_SHARE = 0.01
 """A CPU fallback may do at most this share of the MACs."""
 
-COMPOSED = frozenset({"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Cast", "Constant", "Shape", "Concat", "Slice", "Expand"})
-FALLBACK = frozenset({"Softmax", "TopK", "Gather", "Where", "Range", "ReduceSum", "ReduceMean", "ArgMax", "Greater", "Less", "Equal", "And", "Not"})
+COMPOSED = frozenset(
+    {
+        "Reshape",
+        "Transpose",
+        "Unsqueeze",
+        "Squeeze",
+        "Identity",
+        "Cast",
+        "Constant",
+        "Shape",
+        "Concat",
+        "Slice",
+        "Expand",
+    }
+)
+FALLBACK = frozenset(
+    {
+        "Softmax",
+        "TopK",
+        "Gather",
+        "Where",
+        "Range",
+        "ReduceSum",
+        "ReduceMean",
+        "ArgMax",
+        "Greater",
+        "Less",
+        "Equal",
+        "And",
+        "Not",
+    }
+)
 
 
 class Finding(Frozen):
@@ -164,8 +194,18 @@ def _describe(g: Graph, node: ir.Node) -> _Described:
         dims = [d for d in (v.shape or ()) if isinstance(d, int)]
         if v.name and v.name.startswith(("past_kv.", "kv.")):
             continue
-        size += int(np.prod(dims, dtype=np.int64)) * int(2 if v.dtype in (None, ir.DataType.FLOAT) else max(1, v.dtype.itemsize))
-    return _Described(node.op_type, node.domain, node.metadata_props.get("calc.scope", node.name or "?"), shapes, dtypes, _macs(node), size)
+        size += int(np.prod(dims, dtype=np.int64)) * int(
+            2 if v.dtype in (None, ir.DataType.FLOAT) else max(1, v.dtype.itemsize)
+        )
+    return _Described(
+        node.op_type,
+        node.domain,
+        node.metadata_props.get("calc.scope", node.name or "?"),
+        shapes,
+        dtypes,
+        _macs(node),
+        size,
+    )
 
 
 def _macs(node: ir.Node) -> int:
@@ -185,14 +225,19 @@ def _macs(node: ir.Node) -> int:
 def _leftover(node: ir.Node, d: _Described, refusals: dict[str, list[Refusal]]) -> tuple[str, list[Finding]]:
     """What to make of a node that no kernel took in."""
     if node.op_type in FALLBACK and "calc.layer" not in node.metadata_props and not d.macs and _is_small(node):
-        return "cpu-fallback", [Finding(where=d.where, reason="outside of the layers and small: the host can compute it")]
+        return "cpu-fallback", [
+            Finding(where=d.where, reason="outside of the layers and small: the host can compute it")
+        ]
     reasons = [f"{r.rule}: {r.reason}" for r in refusals.get(node.name or "?", [])]
     what = f"no kernel for {node.domain + '.' if node.domain else ''}{node.op_type} with inputs {d.shapes}"
     return "unsupported", [Finding(where=d.where, reason="; ".join([what, *reasons]))]
 
 
 def _is_small(node: ir.Node) -> bool:
-    return all(int(np.prod([d for d in (v.shape or ()) if isinstance(d, int)], dtype=np.int64)) <= 1 << 16 for v in node.outputs)
+    return all(
+        int(np.prod([d for d in (v.shape or ()) if isinstance(d, int)], dtype=np.int64)) <= 1 << 16
+        for v in node.outputs
+    )
 
 
 def _add(rows: dict[tuple[str, str, str], _Row], klass: str, d: _Described, findings: list[Finding]) -> None:

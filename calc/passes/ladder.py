@@ -21,7 +21,7 @@ from calc.calbin.manifest import Rung
 from calc.core.errors import Problem, VerificationError
 from calc.core.tensors import TensorRef
 from calc.kernels.base import Scheme
-from calc.passes.execute import Replayed, ReplayCall
+from calc.passes.execute import ReplayCall, Replayed
 from calc.passes.quantize import schemes as scheme_registry
 
 F32 = NDArray[np.float32]
@@ -47,12 +47,12 @@ QUANT_GATES = {"w8a8": 0.15, "w4a16": 0.5}
 ORDER_FACTOR, ORDER_FLOOR = 2.0, 1e-3
 """Two executors of one numerics contract differ by the order of FP32 sums. Where that crosses a BF16 rounding boundary
 the difference becomes one BF16 step, and over many layers both runs end up as far from each other as each is from
-FP32. So the program's gate is this factor times what the bf16 rung measured on the same model, and at least the floor."""
+FP32. So the program's gate is this factor times what the bf16 rung measured on the same model, at least the floor."""
 
 WHY = {
     "bf16": "BF16 keeps 8 bits of every stored value",
     "quantized": "rounding to nearest at the schemes in use",
-    "program": "same numerics, two executors: only the order of FP32 sums differs, at most to the scale of BF16 rounding",
+    "program": "same numerics, two executors: the order of FP32 sums differs, to the scale of BF16 rounding at most",
 }
 
 
@@ -75,9 +75,8 @@ class GoldenPlan:
         ids = np.zeros((1, bucket), np.int64)
         ids[0, : self.prompt] = self.tokens[: self.prompt]
         out = [ReplayCall(prefill, ids, self.prompt, 0)]
-        for t in range(self.prompt, self.prompt + DECODE_STEPS):
-            out.append(ReplayCall(decode, np.array([[self.tokens[t]]], np.int64), 1, t))
-        return out
+        steps = range(self.prompt, self.prompt + DECODE_STEPS)
+        return out + [ReplayCall(decode, np.array([[self.tokens[t]]], np.int64), 1, t) for t in steps]
 
     @property
     def replay_rows(self) -> list[int]:
@@ -100,7 +99,13 @@ def golden_plan(tokens: Sequence[int], buckets: Sequence[int], max_seq_len: int)
     prompt = min(max(1, smallest - 3), max_seq_len - DECODE_STEPS)
     if prompt < 1:
         raise VerificationError(
-            Problem("GOLDEN_TOO_SHORT", "max_seq_len", "leaves no room for a prompt and the golden decode steps", f">= {DECODE_STEPS + 1}", str(max_seq_len))
+            Problem(
+                "GOLDEN_TOO_SHORT",
+                "max_seq_len",
+                "leaves no room for a prompt and the golden decode steps",
+                f">= {DECODE_STEPS + 1}",
+                str(max_seq_len),
+            )
         )
     ends = {n for s in buckets for n in (s - 1, s, s + 1) if 1 <= n <= max_seq_len}
     length = max(prompt + DECODE_STEPS, *ends) if ends else prompt + DECODE_STEPS
@@ -152,7 +157,10 @@ class Ladder:
         if name in ("exported", "fused"):
             metric: Literal["max_abs", "rel_rms"] = "max_abs"
             logits, kvs = max_abs([result.logits], [want.logits]), max_abs(kv, kv_want)
-            gates = tuple(FP32_GATE * max(1.0, max(float(np.abs(a).max()) for a in arrays) / FP32_SCALE) for arrays in ([want.logits], kv_want))
+            gates = tuple(
+                FP32_GATE * max(1.0, max(float(np.abs(a).max()) for a in arrays) / FP32_SCALE)
+                for arrays in ([want.logits], kv_want)
+            )
             why = "two FP32 evaluations of one function differ by the order of their sums"
         else:
             metric = "rel_rms"
@@ -160,7 +168,15 @@ class Ladder:
             gate = BF16_GATE if name == "bf16" else self.quant_gate
             gates, why = (gate, gate), WHY[name]
         rung = Rung(
-            name=name, reference=reference, candidate=name, metric=metric, logits=logits, kv=kvs, gate_logits=gates[0], gate_kv=gates[1], why=why
+            name=name,
+            reference=reference,
+            candidate=name,
+            metric=metric,
+            logits=logits,
+            kv=kvs,
+            gate_logits=gates[0],
+            gate_kv=gates[1],
+            why=why,
         )
         self.rungs.append(rung)
         check_rung(rung)
@@ -172,7 +188,15 @@ class Ladder:
         why = WHY["program"]
         self.rungs.append(
             Rung(
-                name="program", reference=reference, candidate="simulator", metric="rel_rms", logits=None, kv=None, gate_logits=gate_logits, gate_kv=gate_kv, why=why
+                name="program",
+                reference=reference,
+                candidate="simulator",
+                metric="rel_rms",
+                logits=None,
+                kv=None,
+                gate_logits=gate_logits,
+                gate_kv=gate_kv,
+                why=why,
             )
         )
 
@@ -244,5 +268,3 @@ class Weights:
             return w, None
         values, scale = scheme_registry()[scheme].ort_values(w.reshape(-1, w.shape[-1]), self.groups.get(name, 0))
         return values.reshape(w.shape), None if scale is None else scale.reshape(w.shape[:-1])
-
-

@@ -68,7 +68,9 @@ def lower(
     parts = {}
     for chip, mem in chips.items():
         em = Emitter(
-            weight_region("weights", mem.shard_bytes, 0), int(target.tiling.weight_ring.value), int(target.tiling.weight_tile.value)
+            weight_region("weights", mem.shard_bytes, 0),
+            int(target.tiling.weight_ring.value),
+            int(target.tiling.weight_tile.value),
         )
         choices = Choices(int(target.tiling.score_tile.value), KV_TILE)
         parts[chip] = Lowering(em, variant, mem.weights, mem.kv, mem.io, choices)

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.core.tensors import ConcatTensor, OffsetTensor, ReshapeTensor, RowsTensor, SelectTensor, StackTensor, TensorRef
+from calc.core.tensors import (
+    ConcatTensor,
+    OffsetTensor,
+    ReshapeTensor,
+    RowsTensor,
+    SelectTensor,
+    StackTensor,
+    TensorRef,
+)
 from calc.passes.base import Graph, Pass, constant, dims, new_weight, replace_value, scalar, sweep
 
 
@@ -28,7 +36,7 @@ class Normalise(Pass):
                 continue
             out = node.outputs[0]
             base = node.inputs[0]
-            name = base.name if node.op_type == "Cast" else out.name
+            name = base.name if node.op_type == "Cast" and base is not None else out.name
             assert name is not None
             if node.op_type == "Cast" and base is not None:
                 base.dtype = ir.DataType.FLOAT
@@ -61,14 +69,12 @@ def _fold(g: Graph, node: ir.Node) -> TensorRef | None:
         return None
     if first is None:
         return None
-    if node.op_type == "Cast":
-        return first
-    shape = dims(node.outputs[0])
-    if node.op_type == "Reshape":
-        return _reshape(first, shape)
-    if node.op_type == "Slice":
-        return _slice(first, node)
-    return None
+    of_data = {
+        "Cast": lambda: first,
+        "Reshape": lambda: _reshape(first, dims(node.outputs[0])),
+        "Slice": lambda: _slice(first, node),
+    }
+    return of_data[node.op_type]() if node.op_type in of_data else None
 
 
 def ints_axis(node: ir.Node) -> int:
@@ -90,5 +96,3 @@ def _slice(ref: TensorRef, node: ir.Node) -> TensorRef | None:
         return None
     a, b = int(start[0]), min(int(stop[0]), ref.shape[1])
     return StackTensor(tuple(RowsTensor(SelectTensor(ref, e), a, b) for e in range(ref.shape[0])))
-
-

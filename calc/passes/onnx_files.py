@@ -7,15 +7,16 @@ Weights are the float initializers with more than one element; external ones are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
-from calc.core.errors import ModelError, Problem, Problems
+from calc.core.errors import DiskError, ModelError, Problem, Problems
+from calc.core.exported import Exported
 from calc.core.spec import ModelSpec, TokenizerSpec
 from calc.core.tensors import ArrayTensor, FileTensor, TensorRef
 from calc.core.variant import Variant
@@ -27,16 +28,6 @@ DTYPES = {
     ir.DataType.BFLOAT16: "bf16",
     ir.DataType.DOUBLE: "f64",
 }
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Graphs by variant, where their weights are, and the files a host needs (tokenizer, configs) by name."""
-
-    spec: ModelSpec
-    graphs: Mapping[Variant, ir.Model]
-    weights: Mapping[str, TensorRef]
-    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 HOST_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
@@ -70,6 +61,38 @@ def load_graph(path: Path) -> Graph:
             weights[name] = ArrayTensor(np.asarray(t.numpy()), (name,))
     _infer_layers(model)
     return Graph(model, weights)
+
+
+def without_weights(g: Graph) -> bytes:
+    """The graph as an ONNX file whose weights are inputs, the same bytes on every run.
+
+    It opens in any viewer, and runs in ONNX Runtime once the weights are fed.
+    """
+    proto = ir.serde.serialize_model(g.model)
+    inits = {t.name: t for t in proto.graph.initializer}
+    missing = {i.name for i in proto.graph.input}
+    for name, value in g.model.graph.initializers.items():
+        if name in g.weights and name not in missing:
+            elem = (value.dtype or ir.DataType.FLOAT).value
+            proto.graph.input.append(onnx.helper.make_tensor_value_info(name, elem, list(g.weights[name].shape)))
+            inits.pop(name, None)
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(inits.values())
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write small files into a directory that is made if missing.
+
+    Raises:
+        DiskError: DISK_WRITE.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (directory / name).write_bytes(data)
+    except OSError as e:
+        raise DiskError(Problem("DISK_WRITE", str(directory), "cannot write", got=str(e))) from e
 
 
 def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
@@ -115,8 +138,12 @@ def _infer_layers(model: ir.Model) -> None:
         return
     layer: dict[int, int] = {}
     for node in model.graph:
-        own = [int(v.name.split(".")[1]) for v in node.inputs if v is not None and v.name and v.name.startswith("past_kv.")]
-        before = [layer[id(p)] for v in node.inputs if v is not None and (p := v.producer()) is not None and id(p) in layer]
+        own = [
+            int(v.name.split(".")[1]) for v in node.inputs if v is not None and v.name and v.name.startswith("past_kv.")
+        ]
+        before = [
+            layer[id(p)] for v in node.inputs if v is not None and (p := v.producer()) is not None and id(p) in layer
+        ]
         if own or before:
             layer[id(node)] = max(own + before)
             node.metadata_props["calc.layer"] = str(layer[id(node)])

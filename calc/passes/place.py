@@ -107,7 +107,7 @@ def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: T
     return Packed(call.inputs[formal], offset, lay, shape[0] if len(shape) == 3 else 0)
 
 
-def place(
+def place(  # noqa: PLR0913, PLR0917 - everything that has a place
     spec: ModelSpec,
     calls: Sequence[Call],
     weights: Mapping[str, TensorRef],
@@ -123,7 +123,9 @@ def place(
     Args:
         spec: the model.
         calls: one variant's calls (all variants use the same weights).
-        weights, schemes, groups: by weight name.
+        weights: lazy references by name.
+        schemes: scheme by weight name.
+        groups: int4 group size by weight name.
         target: chips and capacities.
         variants: all static shapes, for the inputs and outputs.
         max_seq_len: KV capacity in tokens.
@@ -146,7 +148,7 @@ def place(
     io_bytes = max(io_buffers(v, spec.vocab, 0)[1] for v in variants)
     chips, kv_bytes, dynamic = {}, {}, {}
     problems = []
-    for chip in placed:
+    for chip, items in placed.items():
         shard = align(max(end[chip], 64), 4096)
         kv, at = _kv(spec, layer_chip, chip, shard, rows, slots)
         kv_bytes[chip] = at - shard
@@ -154,7 +156,7 @@ def place(
         need = shard + dynamic[chip]
         if need > target.dram_bytes:
             problems.append(_too_small(chip, need, shard, kv_bytes[chip], io_bytes, target, max_seq_len, slots))
-        handles = {n: p.handle for n, p in placed[chip].items()}
+        handles = {n: p.handle for n, p in items.items()}
         # inputs and outputs are laid out per sub-model at lowering time, from the same base
         chips[chip] = ChipMemory(handles, shard, kv, {"io": Buffer("io", Space.DRAM, io_bytes, base=at)})
     if problems:
@@ -170,7 +172,11 @@ def _too_small(
     room = target.dram_bytes - shard - io
     per_token = max(1, kv // max_seq_len)
     fits = max(0, room // per_token // KV_ROW_MULTIPLE * KV_ROW_MULTIPLE)
-    hint = f"--max-seq-len {fits} would fit" if fits > 0 else "the weights alone do not fit: use a smaller scheme (--quant) or more chips"
+    hint = (
+        f"--max-seq-len {fits} would fit"
+        if fits > 0
+        else "the weights alone do not fit: use a smaller scheme (--quant) or more chips"
+    )
     return Problem(
         "DRAM_TOO_SMALL",
         f"chip {chip}",
@@ -303,11 +309,7 @@ def shard_pieces(item: Placed, check: Callable[[str, NDArray[np.float32]], None]
 
         return [plain]
     lay = item.handle.layout
-    jobs: list[Callable[[], bytes]] = []
-    for ref in item.experts():
-        for t in range(lay.tiles):
-            jobs.append(_tile_job(item, ref, lay, t, check))
-    return jobs
+    return [_tile_job(item, ref, lay, t, check) for ref in item.experts() for t in range(lay.tiles)]
 
 
 def _tile_job(

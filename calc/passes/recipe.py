@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -54,18 +54,23 @@ def load_recipe(text: str) -> Recipe:
     Raises:
         UsageError: RECIPE_UNKNOWN, RECIPE_INVALID (one problem per field).
     """
-    if text in ("bf16", "w8a8", "w4a16"):
-        return Recipe(default=text)
+    if text in get_args(Name):
+        return Recipe.model_validate({"default": text})
     path = Path(text)
     if not path.is_file():
-        raise UsageError(Problem("RECIPE_UNKNOWN", text, "no such scheme or recipe", "bf16, w8a8, w4a16 or the path of a .toml"))
+        raise UsageError(
+            Problem("RECIPE_UNKNOWN", text, "no such scheme or recipe", "bf16, w8a8, w4a16 or the path of a .toml")
+        )
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as e:
         raise UsageError(Problem("RECIPE_INVALID", text, "not valid TOML", got=str(e))) from e
     except ValidationError as e:
         raise UsageError(
-            [Problem("RECIPE_INVALID", f"{text}: {'.'.join(map(str, x['loc']))}", x["msg"], got=str(x["input"])[:80]) for x in e.errors()]
+            [
+                Problem("RECIPE_INVALID", f"{text}: {'.'.join(map(str, x['loc']))}", x["msg"], got=str(x["input"])[:80])
+                for x in e.errors()
+            ]
         ) from e
 
 
@@ -96,11 +101,19 @@ def assign(recipe: Recipe, calls: Iterable[Call]) -> tuple[dict[str, Scheme], di
                 scheme, group = o.scheme, o.group or recipe.group
                 unused.discard(i)
         if name in tables and scheme != "bf16":
-            problems.add("RECIPE_TABLE", name, "a table that is looked up by row must be bf16", "bf16", scheme)
+            problems.add(
+                "RECIPE_TABLE", name, "a table that is looked up by row must be bf16", expected="bf16", got=scheme
+            )
         schemes[name] = scheme
         groups[name] = group if scheme == "w4a16" else 0
     for i in sorted(unused):
-        problems.add("RECIPE_NO_MATCH", f"override {i}", "matches no weight", got=recipe.override[i].match, hint="see the names in `calc inventory`")
+        problems.add(
+            "RECIPE_NO_MATCH",
+            f"override {i}",
+            "matches no weight",
+            got=recipe.override[i].match,
+            hint="see the names in `calc inventory`",
+        )
     problems.raise_if_any(UsageError)
     return schemes, groups
 

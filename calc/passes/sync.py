@@ -153,5 +153,7 @@ def _overlaps(bufs: list[Buffer]) -> dict[int, list[int]]:
     out: dict[int, list[int]] = {}
     for a in bufs:
         lo, hi = a.base or 0, (a.base or 0) + a.nbytes
-        out[id(a)] = [id(b) for b in bufs if b.space is a.space and (b.base or 0) < hi and lo < (b.base or 0) + b.nbytes]
+        out[id(a)] = [
+            id(b) for b in bufs if b.space is a.space and (b.base or 0) < hi and lo < (b.base or 0) + b.nbytes
+        ]
     return out

@@ -13,6 +13,7 @@ ITERATION_CAP = 1 << 24
 
 Dispatch = Callable[[list[int]], None]
 
+
 def run(
     program: Code,
     dispatch: Sequence[Dispatch | None],
@@ -43,7 +44,7 @@ def run(
     code, partner, ops, scalars = program.ins, program.partner, program.ops, program.scalars
     while True:
         op = ops[pc]
-        if op >= 8:  # noqa: PLR2004 - data and semaphore records start at WAIT
+        if op >= 8:
             f = dispatch[pc]
             if op == recv:
                 while not ready(code[pc]):
@@ -65,7 +66,13 @@ def run(
             iterations += n
             if iterations > ITERATION_CAP:
                 raise RuntimeFault(
-                    Problem("SIM_STEP_CAP", f"instruction {pc}", "the program's loops run too long", str(ITERATION_CAP), str(iterations))
+                    Problem(
+                        "SIM_STEP_CAP",
+                        f"instruction {pc}",
+                        "the program's loops run too long",
+                        str(ITERATION_CAP),
+                        str(iterations),
+                    )
                 )
             regs[ins.imm[0]] = 0
             counts.append(n)

@@ -6,7 +6,6 @@ The arithmetic is the numerics contract's: operands are widened to FP32, results
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from calc.core.errors import InternalError
 from calc.core.isa import Flag, Fn, Op, Red, Tile
 from calc.core.numerics import quant_rows_int8
-from calc.sim.memory import INT8_EXACT_K, Access, Regs, TileSpec
+from calc.sim.memory import INT8_EXACT_K, FastMemory, Regs, TileSpec
 from calc.sim.program import Ins
 
 Run = Callable[[Regs], None]
@@ -24,6 +23,36 @@ F = NDArray[np.float32]
 SQRT_HALF = np.float32(0.7071067811865476)
 GELU_C = np.float32(0.7978845608028654)
 F32 = np.float32
+_ERF_P = (
+    1.85777706184603153e-1,
+    3.16112374387056560e0,
+    1.13864154151050156e2,
+    3.77485237685302021e2,
+    3.20937758913846947e3,
+)
+_ERF_Q = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3)
+_ERFC_P = (
+    2.15311535474403846e-8,
+    5.64188496988670089e-1,
+    8.88314979438837594e0,
+    6.61191906371416295e1,
+    2.98635138197400131e2,
+    8.81952221241769090e2,
+    1.71204761263407058e3,
+    2.05107837782607147e3,
+    1.23033935479799725e3,
+)
+_ERFC_Q = (
+    1.0,
+    1.57449261107098347e1,
+    1.17693950891312499e2,
+    5.37181101862009858e2,
+    1.62138957456669019e3,
+    3.29079923573345963e3,
+    4.36261909014324716e3,
+    3.43936767414372164e3,
+    1.23033935480374942e3,
+)
 
 
 def wide(x: NDArray[np.generic]) -> F:
@@ -32,11 +61,16 @@ def wide(x: NDArray[np.generic]) -> F:
 
 
 def _erf(x: F) -> F:
-    # Abramowitz and Stegun 7.1.26 is too coarse (1.5e-7 absolute); the C library's is exact to an ulp
-    from math import erf
-
-    flat = np.array([erf(v) for v in x.astype(np.float64).ravel().tolist()], np.float64)
-    return flat.reshape(x.shape).astype(np.float32)
+    """Erf in FP64 by W. J. Cody's rational approximations (Math. Comp. 23, 1969), about 1e-16 relative, then FP32."""
+    z = x.astype(np.float64)
+    a = np.abs(z)
+    small = np.minimum(a, 0.5)
+    t = small * small
+    near = z * np.polyval(_ERF_P, t) / np.polyval(_ERF_Q, t)
+    mid = np.clip(a, 0.46875, 4.0)
+    far = 1.0 - np.exp(-mid * mid) * np.polyval(_ERFC_P, mid) / np.polyval(_ERFC_Q, mid)
+    # beyond 4, erfc is below 1.6e-8: FP32 holds 1
+    return np.where(a <= 0.46875, near, np.sign(z) * np.where(a > 4.0, 1.0, far)).astype(np.float32)
 
 
 def _sigmoid(x: F) -> F:
@@ -85,7 +119,7 @@ def _shape(ins: Ins) -> Shape:
     return ins.shape
 
 
-def _copy(ins: Ins, mem: Any) -> Run:
+def _copy(ins: Ins, mem: FastMemory) -> Run:
     dst, src, shape = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), _shape(ins)
 
     def run(regs: Regs) -> None:
@@ -96,13 +130,13 @@ def _copy(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _load(ins: Ins, mem: Any) -> Run:
+def _load(ins: Ins, mem: FastMemory) -> Run:
     if ins.flags & Flag.TILE:
-        return mem.load_tile(ins.operands["dst"], ins.operands["a"], ins.dims[0][0])  # type: ignore[no-any-return]
+        return mem.load_tile(ins.operands["dst"], ins.operands["a"], ins.dims[0][0])
     return _copy(ins, mem)
 
 
-def _gather_rows(ins: Ins, mem: Any) -> Run:
+def _gather_rows(ins: Ins, mem: FastMemory) -> Run:
     table, index = mem.read(ins.operands["a"]), mem.read(ins.operands["b"])
     dst, shape, limit = mem.write(ins.operands["dst"]), _shape(ins), ins.imm[0]
 
@@ -116,7 +150,7 @@ def _gather_rows(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vmap(ins: Ins, mem: Any) -> Run:
+def _vmap(ins: Ins, mem: FastMemory) -> Run:
     shape, fn = _shape(ins), ins.sub
     dst = mem.write(ins.operands["dst"])
     f0, f1 = F32(ins.fimm[0]), F32(ins.fimm[1])
@@ -156,7 +190,7 @@ def _vmap(ins: Ins, mem: Any) -> Run:
     return run3
 
 
-def _vreduce(ins: Ins, mem: Any) -> Run:
+def _vreduce(ins: Ins, mem: FastMemory) -> Run:
     shape, fn = _shape(ins), REDUCE[ins.sub]
     dst, a = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"])
 
@@ -168,7 +202,7 @@ def _vreduce(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vcmul(ins: Ins, mem: Any) -> Run:
+def _vcmul(ins: Ins, mem: FastMemory) -> Run:
     shape = _shape(ins)
     ops = ins.operands
     x, y = mem.read(ops["a"]), mem.write(ops["dst"])
@@ -187,7 +221,7 @@ def _vcmul(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vband(ins: Ins, mem: Any) -> Run:
+def _vband(ins: Ins, mem: FastMemory) -> Run:
     shape, fill = _shape(ins), F32(ins.fimm[0])
     dst, a = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"])
     axis, reg, width = ins.imm[0], ins.imm[1], ins.imm[2]
@@ -204,7 +238,7 @@ def _vband(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vquant(ins: Ins, mem: Any) -> Run:
+def _vquant(ins: Ins, mem: FastMemory) -> Run:
     shape = _shape(ins)
     dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
 
@@ -217,7 +251,7 @@ def _vquant(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vtopk(ins: Ins, mem: Any) -> Run:
+def _vtopk(ins: Ins, mem: FastMemory) -> Run:
     shape, k = _shape(ins), ins.imm[0]
     dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
 
@@ -232,7 +266,7 @@ def _vtopk(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vbucket(ins: Ins, mem: Any) -> Run:
+def _vbucket(ins: Ins, mem: FastMemory) -> Run:
     shape, buckets = _shape(ins), ins.imm[0]
     dst, a, d = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.write(ins.operands["d"])
 
@@ -249,7 +283,7 @@ def _vbucket(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vgather(ins: Ins, mem: Any) -> Run:
+def _vgather(ins: Ins, mem: FastMemory) -> Run:
     shape, div, limit = _shape(ins), ins.imm[0], ins.imm[1]
     dst, a, b = mem.write(ins.operands["dst"]), mem.read(ins.operands["a"]), mem.read(ins.operands["b"])
 
@@ -264,7 +298,7 @@ def _vgather(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _vscatter(ins: Ins, mem: Any) -> Run:
+def _vscatter(ins: Ins, mem: FastMemory) -> Run:
     shape, div, limit = _shape(ins), ins.imm[0], ins.imm[1]
     ops = ins.operands
     dst, a, b, d = mem.update(ops["dst"]), mem.read(ops["a"]), mem.read(ops["b"]), mem.read(ops["d"])
@@ -295,7 +329,7 @@ def _exact_int8(a: F, b: F) -> F:
     return total.astype(np.float32)
 
 
-def _gemm_packed(ins: Ins, mem: Any) -> Run:
+def _gemm_packed(ins: Ins, mem: FastMemory) -> Run:
     ops, shape = ins.operands, _shape(ins)
     n, k = ins.dims[3][0], ins.dims[4][0]
     spec = TileSpec(
@@ -325,7 +359,7 @@ def _gemm_packed(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _gemm(ins: Ins, mem: Any) -> Run:
+def _gemm(ins: Ins, mem: FastMemory) -> Run:
     if ins.flags & Flag.PACKED:
         return _gemm_packed(ins, mem)
     ops, shape = ins.operands, _shape(ins)
@@ -350,7 +384,7 @@ def _gemm(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _send(ins: Ins, mem: Any) -> Run:
+def _send(ins: Ins, mem: FastMemory) -> Run:
     src, shape, peer = mem.read(ins.operands["a"]), _shape(ins), ins.imm[0]
 
     def run(regs: Regs) -> None:
@@ -359,7 +393,7 @@ def _send(ins: Ins, mem: Any) -> Run:
     return run
 
 
-def _recv(ins: Ins, mem: Any) -> Run:
+def _recv(ins: Ins, mem: FastMemory) -> Run:
     dst, shape, peer = mem.write(ins.operands["dst"]), _shape(ins), ins.imm[0]
 
     def run(regs: Regs) -> None:
@@ -368,7 +402,7 @@ def _recv(ins: Ins, mem: Any) -> Run:
     return run
 
 
-HANDLERS: dict[int, Callable[[Ins, Any], Run]] = {
+HANDLERS: dict[int, Callable[[Ins, FastMemory], Run]] = {
     Op.LOAD: _load,
     Op.STORE: _copy,
     Op.LOADG: _gather_rows,
@@ -387,7 +421,7 @@ HANDLERS: dict[int, Callable[[Ins, Any], Run]] = {
 }
 
 
-def compile_instruction(ins: Ins, mem: Any) -> Run:
+def compile_instruction(ins: Ins, mem: FastMemory) -> Run:
     """The closure that executes a data instruction on a memory.
 
     Raises:
@@ -397,4 +431,3 @@ def compile_instruction(ins: Ins, mem: Any) -> Run:
         return HANDLERS[ins.op](ins, mem)
     except KeyError as e:
         raise InternalError(f"no handler for opcode {ins.op}") from e
-

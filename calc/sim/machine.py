@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -50,13 +50,17 @@ def interleave(runs: Mapping[int, Iterator[None]]) -> None:
                 del pending[chip]
                 stuck = 0
         if stuck > 2 * len(pending):
-            raise RuntimeFault(Problem("SIM_LINK_DEADLOCK", f"chips {sorted(pending)}", "wait for messages that nobody sends"))
+            raise RuntimeFault(
+                Problem("SIM_LINK_DEADLOCK", f"chips {sorted(pending)}", "wait for messages that nobody sends")
+            )
 
 
 class LoadedProgram:
     """One sub-model's programs on all its chips, bound to the machine's memories."""
 
-    def __init__(self, machine: Machine, records: Mapping[int, NDArray[np.void]], nodes: Mapping[int, Sequence[str]]) -> None:
+    def __init__(
+        self, machine: Machine, records: Mapping[int, NDArray[np.void]], nodes: Mapping[int, Sequence[str]]
+    ) -> None:
         self.machine = machine
         self.chips: dict[int, tuple[Code, list[Dispatch | None]]] = {}
         for chip, recs in records.items():
@@ -110,14 +114,16 @@ class LoadedProgram:
                 interleave(runs)
         except (ValueError, TypeError) as e:
             # numpy refuses a view that leaves its buffer
-            raise RuntimeFault(Problem("SIM_OUT_OF_BOUNDS", "program", "an access lies outside the memory", got=str(e))) from e
+            raise RuntimeFault(
+                Problem("SIM_OUT_OF_BOUNDS", "program", "an access lies outside the memory", got=str(e))
+            ) from e
         for chip in self.chips:
             mem = m.memories[chip]
             if isinstance(mem, StrictMemory):
                 mem.finish()
 
 
-def _sload(mem: FastMemory):  # type: ignore[no-untyped-def]
+def _sload(mem: FastMemory) -> Callable[[Ins, list[int]], int]:
     def read(ins: Ins, regs: list[int]) -> int:
         if isinstance(mem, StrictMemory):
             mem.begin(ins.engine, ins.pc, "control")

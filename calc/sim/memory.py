@@ -29,7 +29,7 @@ NP: dict[int, np.dtype[np.generic]] = {
 }
 Bytes = NDArray[np.uint8]
 Regs = list[int]
-Access = Callable[[Regs, tuple[int, ...]], NDArray[np.generic]]
+Access = Callable[[Regs, tuple[int, ...]], NDArray[Any]]
 
 INT8_EXACT_K = 1024
 """int8 products summed in FP32 are exact up to this many: 1024 * 127 * 127 < 2^24."""
@@ -187,8 +187,13 @@ class FastMemory:
         """A function that gives the operand's elements for register values and a shape."""
         return self._view(op)
 
-    write = read
-    update = read
+    def write(self, op: Operand) -> Access:
+        """A function that gives the operand's elements to be overwritten."""
+        return self._view(op)
+
+    def update(self, op: Operand) -> Access:
+        """A function that gives the operand's elements to be read and changed."""
+        return self._view(op)
 
     def link_out(self, peer: int) -> deque[Any]:
         """Messages on their way to another chip."""
@@ -210,7 +215,13 @@ class FastMemory:
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
             raise RuntimeFault(
-                Problem("SIM_BAD_INDEX", f"chip {self.chip}", "an index lies outside its table", f"0..{limit - 1}", f"{ids.min()}..{ids.max()}")
+                Problem(
+                    "SIM_BAD_INDEX",
+                    f"chip {self.chip}",
+                    "an index lies outside its table",
+                    f"0..{limit - 1}",
+                    f"{ids.min()}..{ids.max()}",
+                )
             )
 
     def _view(self, op: Operand) -> Access:

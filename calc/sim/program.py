@@ -50,12 +50,12 @@ _ALU: dict[int, Callable[[int, int], int]] = {
 }
 
 Scalar = tuple[Callable[[int, int], int], int, int, int, bool]
-"""A SALU record: function, destination register, first operand's register, second operand, whether that is a constant."""
+"""A SALU record: function, destination, first operand's register, second operand, whether that is a constant."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """A decoded program: instructions, opcodes, for each LOOP and END the index of its partner, and the SALU records."""
+    """A decoded program: instructions, opcodes, the partner of each LOOP and END, and the SALU records."""
 
     ins: list[Ins]
     ops: list[int]
@@ -72,11 +72,21 @@ def decode(records: NDArray[np.void]) -> Code:
     out: list[Ins] = []
     partner = [-1] * len(records)
     stack: list[int] = []
-    cols = {n: records[n].tolist() for n in ("op", "engine", "sub", "tile", "flags", "node", "dim_regs", "dims", "imm", "fimm")}
+    cols = {
+        n: records[n].tolist()
+        for n in ("op", "engine", "sub", "tile", "flags", "node", "dim_regs", "dims", "imm", "fimm")
+    }
     ops = {}
     for name in OPERAND_NAMES:
         o = records[name]
-        ops[name] = (o["space"].tolist(), o["dtype"].tolist(), o["base"].tolist(), o["reg"].tolist(), o["stride"].tolist(), o["step"].tolist())
+        ops[name] = (
+            o["space"].tolist(),
+            o["dtype"].tolist(),
+            o["base"].tolist(),
+            o["reg"].tolist(),
+            o["stride"].tolist(),
+            o["step"].tolist(),
+        )
     for pc in range(len(records)):
         operands = {}
         for name, (space, dtype, base, reg, stride, step) in ops.items():
@@ -96,11 +106,22 @@ def decode(records: NDArray[np.void]) -> Code:
             partner[stack.pop()] = pc
         out.append(
             Ins(
-                pc, op, cols["engine"][pc], cols["sub"][pc], cols["tile"][pc], cols["flags"][pc], cols["node"][pc],
-                dims, tuple(imm), tuple(cols["fimm"][pc]), operands,
+                pc,
+                op,
+                cols["engine"][pc],
+                cols["sub"][pc],
+                cols["tile"][pc],
+                cols["flags"][pc],
+                cols["node"][pc],
+                dims,
+                tuple(imm),
+                tuple(cols["fimm"][pc]),
+                operands,
             )
         )
     if stack:
         raise RuntimeFault(Problem("SIM_BAD_PROGRAM", f"instruction {stack[-1]}", "LOOP without END"))
-    scalars = {i.pc: (_ALU[i.sub], i.imm[0], i.imm[1], i.imm[2], bool(i.flags & Flag.IMM)) for i in out if i.op == Op.SALU}
+    scalars = {
+        i.pc: (_ALU[i.sub], i.imm[0], i.imm[1], i.imm[2], bool(i.flags & Flag.IMM)) for i in out if i.op == Op.SALU
+    }
     return Code(out, cols["op"], partner, scalars)

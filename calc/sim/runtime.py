@@ -115,10 +115,14 @@ class Device:
         problems = Problems()
         vocab, kv = self.manifest.model.vocab, self.manifest.kv
         if not len(tokens):
-            problems.add("PROMPT_EMPTY", "prompt", "the prompt has no tokens", expected="at least one", hint="give some text")
+            problems.add(
+                "PROMPT_EMPTY", "prompt", "the prompt has no tokens", expected="at least one", hint="give some text"
+            )
         bad = [int(t) for t in tokens if not 0 <= t < vocab]
         if bad:
-            problems.add("TOKEN_RANGE", "prompt", "token ids outside the vocabulary", expected=f"0..{vocab - 1}", got=bad[:8])
+            problems.add(
+                "TOKEN_RANGE", "prompt", "token ids outside the vocabulary", expected=f"0..{vocab - 1}", got=bad[:8]
+            )
         if not 0 <= slot < kv.slots:
             problems.add("SLOT_RANGE", "slot", "no such KV slot", expected=f"0..{kv.slots - 1}", got=slot)
         problems.raise_if_any(RuntimeFault)
@@ -198,7 +202,9 @@ class Device:
         """The cost of one call on the artefact's target, without data."""
         sub = self._submodel(submodel)
         pad = [0] * (sub.batch - len(cur))
-        csr = csr_file({"past_kv_cur_seq_len": [*past, *pad], "cur_seq_len": [*cur, *pad], "kv_slot": list(range(sub.batch))})
+        csr = csr_file(
+            {"past_kv_cur_seq_len": [*past, *pad], "cur_seq_len": [*cur, *pad], "kv_slot": list(range(sub.batch))}
+        )
         return time_programs(self.target, {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}, csr)
 
     def _submodel(self, name: str) -> SubModel:

@@ -30,7 +30,6 @@ from calc.sim.memory import (
     extent,
 )
 
-
 GRANULE = 16
 """Bytes per race-detection cell: every buffer and row starts on a multiple of it."""
 
@@ -77,7 +76,7 @@ class StrictMemory(FastMemory):
         self.clocks[:] = 0
         self.sent.clear()
 
-    def begin(self, engine: int, pc: int, node: str = "") -> None:  # type: ignore[override]
+    def begin(self, engine: int, pc: int, node: str = "") -> None:
         """A record is dispatched to an engine: it comes after everything the control engine has done."""
         self.engine = engine
         self.where = f"chip {self.chip} instruction {pc} ({Engine(engine).name}) of {node}"
@@ -98,7 +97,12 @@ class StrictMemory(FastMemory):
         for _ in range(count):
             if not self.sent[semaphore]:
                 raise RuntimeFault(
-                    Problem("SIM_DEADLOCK", self.where, f"waits on semaphore {semaphore}, which nothing signals", hint="a SIGNAL is missing")
+                    Problem(
+                        "SIM_DEADLOCK",
+                        self.where,
+                        f"waits on semaphore {semaphore}, which nothing signals",
+                        hint="a SIGNAL is missing",
+                    )
                 )
             np.maximum(self.clocks[engine], self.sent[semaphore].popleft(), out=self.clocks[engine])
 
@@ -110,7 +114,9 @@ class StrictMemory(FastMemory):
         """
         left = {s: len(q) for s, q in self.sent.items() if q and s != RING_FREE}
         if left:
-            raise RuntimeFault(Problem("SIM_SEMAPHORE_LEFT", f"chip {self.chip}", "signals that nothing waits for", got=str(left)))
+            raise RuntimeFault(
+                Problem("SIM_SEMAPHORE_LEFT", f"chip {self.chip}", "signals that nothing waits for", got=str(left))
+            )
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +133,11 @@ class StrictMemory(FastMemory):
         if min(shape, default=1) > 0 and (base + low < 0 or base + high > len(mem)):
             raise RuntimeFault(
                 Problem(
-                    "SIM_OUT_OF_BOUNDS", self.where, f"an access lies outside {Space(op.space).name}", f"0..{len(mem)}", f"{base + low}..{base + high}"
+                    "SIM_OUT_OF_BOUNDS",
+                    self.where,
+                    f"an access lies outside {Space(op.space).name}",
+                    f"0..{len(mem)}",
+                    f"{base + low}..{base + high}",
                 )
             )
         return mem, base, shadow
@@ -161,7 +171,7 @@ class StrictMemory(FastMemory):
                     Problem(
                         "SIM_RACE",
                         self.where,
-                        f"{'writes' if write else 'reads'} memory that {Engine(other).name} has {verb} without a semaphore in between",
+                        f"{'writes' if write else 'reads'} what {Engine(other).name} has {verb}, with no semaphore in between",
                         got=f"byte {int(cells[np.argmax(late[other])]) * GRANULE}",
                         hint="a WAIT or a SIGNAL is missing, or two buffers overlap",
                     )
@@ -183,7 +193,12 @@ class StrictMemory(FastMemory):
                     self._ordered(shadow, cells, write=False)
                     if not marks.all():
                         raise RuntimeFault(
-                            Problem("SIM_UNINITIALISED", self.where, f"reads {Space(op.space).name} that nothing has written", got=f"from byte {base}")
+                            Problem(
+                                "SIM_UNINITIALISED",
+                                self.where,
+                                f"reads {Space(op.space).name} that nothing has written",
+                                got=f"from byte {base}",
+                            )
                         )
                 if writes:
                     self._ordered(shadow, cells, write=True)
@@ -224,4 +239,3 @@ class StrictMemory(FastMemory):
         super().host_write(address, data)
         a = address - self.split
         self.shadow[Space.DRAM].written[a : a + data.nbytes] = True
-

@@ -49,7 +49,9 @@ class Clock:
         self.dram, self.link = r.dram.value, r.link.value
         self.mac = {"i8": r.mac_int8.value, "bf16": r.mac_bf16.value, "f32": r.mac_f32.value}
         self.vec, self.special = r.vector.value, r.vector_special.value
-        self.start = {k: int(getattr(c, k).value) for k in ("dma_start", "matrix_start", "vector_start", "link_start", "dispatch")}
+        self.start = {
+            k: int(getattr(c, k).value) for k in ("dma_start", "matrix_start", "vector_start", "link_start", "dispatch")
+        }
         self.links = links
         self.count = counters
         self.now = [0] * len(Engine)
@@ -106,7 +108,13 @@ class Clock:
         def run(regs: list[int]) -> None:
             queue = self.signals[sem]
             if len(queue) < n:
-                raise RuntimeFault(Problem("SIM_DEADLOCK", f"chip {self.chip} instruction {ins.pc}", f"waits on semaphore {sem}, which nothing signals"))
+                raise RuntimeFault(
+                    Problem(
+                        "SIM_DEADLOCK",
+                        f"chip {self.chip} instruction {ins.pc}",
+                        f"waits on semaphore {sem}, which nothing signals",
+                    )
+                )
             for _ in range(n):
                 self.now[engine] = max(self.now[engine], queue.popleft())
 
@@ -155,7 +163,9 @@ class Clock:
                 return (start + math.ceil(macs / rate) if macs else 0), False
 
             return gemm
-        rate = self.special if (ins.op == Op.VMAP and ins.sub in SPECIAL) or ins.op in (Op.VTOPK, Op.VBUCKET) else self.vec
+        rate = (
+            self.special if (ins.op == Op.VMAP and ins.sub in SPECIAL) or ins.op in (Op.VTOPK, Op.VBUCKET) else self.vec
+        )
         start = self.start["vector_start"]
 
         def vector(regs: list[int]) -> tuple[int, bool]:
@@ -164,4 +174,3 @@ class Clock:
             return (start + math.ceil(elements / rate) if elements else 0), False
 
         return vector
-

@@ -23,6 +23,8 @@ from calc.sim.machine import Mode
 from calc.sim.runtime import Device
 
 F32 = NDArray[np.float32]
+
+
 class Check(Frozen):
     """One check: what was compared, how far apart, and what is allowed. `kl` is in nats, `top1` a fraction."""
 
@@ -94,7 +96,12 @@ def verify(calbin: Calbin, *, strict: bool = False, progress: Progress = no_prog
     golden = calbin.manifest.golden
     if golden is None:
         raise VerificationError(
-            Problem("GOLDEN_MISSING", str(calbin.path), "the artefact has no golden vectors", hint="compile with the model's weights and the [hf] extra installed")
+            Problem(
+                "GOLDEN_MISSING",
+                str(calbin.path),
+                "the artefact has no golden vectors",
+                hint="compile with the model's weights and the [hf] extra installed",
+            )
         )
     mode: Mode = "strict" if strict else "fast"
     checks: list[Check] = []
@@ -107,7 +114,11 @@ def verify(calbin: Calbin, *, strict: bool = False, progress: Progress = no_prog
             start = time.perf_counter()
     progress("done", len(todo), len(todo))
     return VerifyReport(
-        calbin=str(calbin.path), model=calbin.manifest.model.name, mode=mode, ok=all(c.ok for c in checks), checks=tuple(checks)
+        calbin=str(calbin.path),
+        model=calbin.manifest.model.name,
+        mode=mode,
+        ok=all(c.ok for c in checks),
+        checks=tuple(checks),
     )
 
 
@@ -141,8 +152,16 @@ def _stored(calbin: Calbin, golden: Golden) -> Iterator[Check]:
         got, want = _logits(calbin, golden, rung.candidate), _logits(calbin, golden, rung.reference)
         value = float(np.abs(got - want).max()) if rung.metric == "max_abs" else rel_rms([got], [want])
         kl, top1 = kl_top1(got, want)
-        yield _check(f"rung {rung.name}: logits", rung.metric, value, rung.gate_logits, f"KL {kl:.2e}, same top token {top1:.1%}")
-        yield _check(f"rung {rung.name}: KV", rung.metric, rung.kv if rung.kv is not None else float("inf"), rung.gate_kv, "as measured at compile time")
+        yield _check(
+            f"rung {rung.name}: logits", rung.metric, value, rung.gate_logits, f"KL {kl:.2e}, same top token {top1:.1%}"
+        )
+        yield _check(
+            f"rung {rung.name}: KV",
+            rung.metric,
+            rung.kv if rung.kv is not None else float("inf"),
+            rung.gate_kv,
+            "as measured at compile time",
+        )
 
 
 def _logits(calbin: Calbin, golden: Golden, name: str) -> F32:
@@ -166,8 +185,7 @@ def _program_rung(golden: Golden) -> Rung:
 def _replay(device: Device, golden: Golden, slot: int = 0) -> _Run:
     tokens, prompt = golden.tokens, golden.prompt
     logits = [device.prefill(tokens[:prompt], slot=slot)]
-    for t in range(prompt, _end(golden)):
-        logits.append(device.decode([tokens[t]], [t], [slot])[0])
+    logits += [device.decode([tokens[t]], [t], [slot])[0] for t in range(prompt, _end(golden))]
     kv = [device.kv(i, slot, _end(golden)) for i in golden.kv_layers]
     return _Run(np.stack(logits), [k for k, _ in kv], [v for _, v in kv])
 
@@ -175,7 +193,9 @@ def _replay(device: Device, golden: Golden, slot: int = 0) -> _Run:
 def _stored_kv(calbin: Calbin, golden: Golden, name: str) -> list[F32]:
     end = _end(golden)
     return [
-        np.asarray(calbin.array(f"{name}/{which}.{i}")[:end], np.float32) for which in ("key", "value") for i in golden.kv_layers
+        np.asarray(calbin.array(f"{name}/{which}.{i}")[:end], np.float32)
+        for which in ("key", "value")
+        for i in golden.kv_layers
     ]
 
 
@@ -186,14 +206,34 @@ def _program(calbin: Calbin, golden: Golden, mode: Mode, state: dict[str, _Run])
     state["replay"] = run
     want = _logits(calbin, golden, rung.reference)
     kl, top1 = kl_top1(run.logits, want)
-    yield _check("rung program: logits", rung.metric, rel_rms([run.logits], [want]), rung.gate_logits, f"KL {kl:.2e}, same top token {top1:.1%}")
-    yield _check("rung program: KV", rung.metric, rel_rms(run.kv, _stored_kv(calbin, golden, rung.reference)), rung.gate_kv, f"{len(run.kv)} tensors")
+    yield _check(
+        "rung program: logits",
+        rung.metric,
+        rel_rms([run.logits], [want]),
+        rung.gate_logits,
+        f"KL {kl:.2e}, same top token {top1:.1%}",
+    )
+    yield _check(
+        "rung program: KV",
+        rung.metric,
+        rel_rms(run.kv, _stored_kv(calbin, golden, rung.reference)),
+        rung.gate_kv,
+        f"{len(run.kv)} tensors",
+    )
     hf = _logits(calbin, golden, "hf")
     kl, top1 = kl_top1(run.logits, hf)
     total = sum(r.gate_logits for r in golden.rungs if r.metric == "rel_rms")
     total_kv = sum(r.gate_kv for r in golden.rungs if r.metric == "rel_rms")
-    yield _check("program against transformers fp32: logits", "rel_rms", rel_rms([run.logits], [hf]), total, f"KL {kl:.2e}, same top token {top1:.1%}")
-    yield _check("program against transformers fp32: KV", "rel_rms", rel_rms(run.kv, _stored_kv(calbin, golden, "hf")), total_kv)
+    yield _check(
+        "program against transformers fp32: logits",
+        "rel_rms",
+        rel_rms([run.logits], [hf]),
+        total,
+        f"KL {kl:.2e}, same top token {top1:.1%}",
+    )
+    yield _check(
+        "program against transformers fp32: KV", "rel_rms", rel_rms(run.kv, _stored_kv(calbin, golden, "hf")), total_kv
+    )
 
 
 def _buckets(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
@@ -217,7 +257,9 @@ def _prefill_row(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
     stepped = device.decode([golden.tokens[t]], [t], [0])[0]
     other = Device(calbin, mode)
     whole = other.prefill(golden.tokens[: t + 1])
-    yield _check("decode at t equals prefill row t", "rel_rms", rel_rms([stepped], [whole]), _program_rung(golden).gate_logits)
+    yield _check(
+        "decode at t equals prefill row t", "rel_rms", rel_rms([stepped], [whole]), _program_rung(golden).gate_logits
+    )
 
 
 def _chunked(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
@@ -233,7 +275,9 @@ def _chunked(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
     layers = golden.kv_layers
     kv_a = [x for i in layers for x in whole.kv(i, 0, n)]
     kv_b = [x for i in layers for x in parts.kv(i, 0, n)]
-    yield _check("chunked equals whole prefill: logits", "rel_rms", rel_rms([b], [a]), _program_rung(golden).gate_logits)
+    yield _check(
+        "chunked equals whole prefill: logits", "rel_rms", rel_rms([b], [a]), _program_rung(golden).gate_logits
+    )
     yield _check("chunked equals whole prefill: KV", "rel_rms", rel_rms(kv_b, kv_a), _program_rung(golden).gate_kv)
 
 
@@ -250,11 +294,18 @@ def _batch(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
             together.prefill(golden.tokens[:n], slot=slot)
         got = together.decode([golden.tokens[n] for n in lengths], lengths, range(batch))
         worst = max(rel_rms([g], [w]) for g, w in zip(got, want, strict=True))
-        yield _check(f"batch {batch} equals batch 1, slot by slot", "rel_rms", worst, _program_rung(golden).gate_logits, f"prompts of {lengths}")
+        yield _check(
+            f"batch {batch} equals batch 1, slot by slot",
+            "rel_rms",
+            worst,
+            _program_rung(golden).gate_logits,
+            f"prompts of {lengths}",
+        )
 
 
 def _strict_equals_fast(calbin: Calbin, golden: Golden, state: dict[str, _Run]) -> Iterator[Check]:
     fast, strict = _replay(Device(calbin, "fast"), golden), state["replay"]
-    same = np.array_equal(fast.logits, strict.logits) and all(np.array_equal(a, b) for a, b in zip(fast.kv, strict.kv, strict=True))
+    same = np.array_equal(fast.logits, strict.logits) and all(
+        np.array_equal(a, b) for a, b in zip(fast.kv, strict.kv, strict=True)
+    )
     yield _check("strict equals fast, bit for bit", "differs", 0.0 if same else 1.0, 0.0)
-

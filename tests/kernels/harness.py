@@ -79,10 +79,18 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     graph = helper.make_graph(
         [node],
         "one",
-        [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(values[n].dtype), values[n].shape) for n in ins],
+        [
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(values[n].dtype), values[n].shape)
+            for n in ins
+        ],
         [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outs],
     )
-    model = helper.make_model(graph, functions=[fn], ir_version=10, opset_imports=[helper.make_opsetid("", 25), helper.make_opsetid("calc", 1)])
+    model = helper.make_model(
+        graph,
+        functions=[fn],
+        ir_version=10,
+        opset_imports=[helper.make_opsetid("", 25), helper.make_opsetid("calc", 1)],
+    )
     so = rt.SessionOptions()
     so.log_severity_level = 3
     so.intra_op_num_threads = 1
@@ -90,7 +98,9 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def run_sim(kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32):
+def run_sim(
+    kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32
+):
     """The kernel's program alone on a machine; returns its outputs as f32."""
     target = load_target("calculet-1chip")
     weight_names = kernel.weights(attrs)
@@ -121,7 +131,13 @@ def run_sim(kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, gro
     if "past_k" in values:
         _, h, c, d = values["past_k"].shape
         row = h * d * 2
-        kv[0] = KvBuffers(Buffer("k", Space.DRAM, c * row, base=base), Buffer("v", Space.DRAM, c * row, base=base + c * row), row, row, c)
+        kv[0] = KvBuffers(
+            Buffer("k", Space.DRAM, c * row, base=base),
+            Buffer("v", Space.DRAM, c * row, base=base + c * row),
+            row,
+            row,
+            c,
+        )
         base += 2 * c * row
     io, end = {}, base
     vocab = values["w"].shape[0] if "w" in values else 8
@@ -129,14 +145,22 @@ def run_sim(kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, gro
         io[n] = Buffer(n, Space.DRAM, size, base=end)
         end += -(-size // 64) * 64
     call = make_call(kernel, ex, attrs, values)
-    acts = {k: v for k, v in values.items() if v.dtype == np.float32 and v.ndim == 3 and k not in weight_names and k not in PLAIN}
+    acts = {
+        k: v
+        for k, v in values.items()
+        if v.dtype == np.float32 and v.ndim == 3 and k not in weight_names and k not in PLAIN
+    }
     acts = {k: v for k, v in acts.items() if not k.startswith("past_")}
-    src = {k: Buffer(f"in:{k}", Space.DRAM, v.size * 2, base=end + i * (1 << 20)) for i, (k, v) in enumerate(acts.items())}
+    src = {
+        k: Buffer(f"in:{k}", Space.DRAM, v.size * 2, base=end + i * (1 << 20)) for i, (k, v) in enumerate(acts.items())
+    }
     out_shapes = {}
     end += (len(acts) + 4) << 20
     import calc.passes.lower as lower_module
 
-    programs = _lower_one(lower_module, kernel, call, variant, ChipMemory(handles, len(shard), kv, io), target, src, acts, end, out_shapes)
+    programs = _lower_one(
+        lower_module, kernel, call, variant, ChipMemory(handles, len(shard), kv, io), target, src, acts, end, out_shapes
+    )
     machine = Machine(target.sram_bytes, {0: shard}, {0: end + (8 << 20) - len(shard)}, mode)
     mem = machine.memories[0]
     if "ids" in values:
@@ -150,7 +174,9 @@ def run_sim(kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, gro
             if past:
                 mem.host_write(buf.base, rows.reshape(past, -1))
     cur = int(values["cur"][0]) if "cur" in values else x.shape[1]
-    machine.load({0: programs.records}, {0: programs.nodes}).run(csr_file({"past_kv_cur_seq_len": [past], "cur_seq_len": [cur], "kv_slot": [0]}))
+    machine.load({0: programs.records}, {0: programs.nodes}).run(
+        csr_file({"past_kv_cur_seq_len": [past], "cur_seq_len": [cur], "kv_slot": [0]})
+    )
     out = {}
     for name, (addr, shape, dtype) in out_shapes.items():
         out[name] = mem.host_read(addr, dtype, shape).astype(np.float32)

@@ -9,7 +9,7 @@ from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, ints, m
 
 
 class FuseAttentionKv(Rule):
-    """``Attention(heads(q), TensorScatter(past_k, heads(k)), TensorScatter(past_v, heads(v)))`` and the merge of heads."""
+    """``Attention(q, TensorScatter(past_k, k), TensorScatter(past_v, v))``, each split into heads, and their merge."""
 
     name = "fuse-attention-kv"
     anchor = ("", "Attention")

@@ -27,7 +27,9 @@ class FuseGlu(Rule):
             x, wg, wu = lin_gate.inputs[0], lin_gate.inputs[1], lin_up.inputs[1]
             assert x is not None and wg is not None and wu is not None
             name = f"{node.metadata_props.get('calc.scope', node.name)}/Glu"
-            new = calc_node("Glu", [x, wg, wu], {"norm": 0, "act": act, "eps": 0.0}, [dims(node.outputs[0])], node, name)
+            new = calc_node(
+                "Glu", [x, wg, wu], {"norm": 0, "act": act, "eps": 0.0}, [dims(node.outputs[0])], node, name
+            )
             insert(node, new)
             replace_value(g, node.outputs[0], new.outputs[0])
             return None

@@ -28,7 +28,9 @@ class FuseLinear(Rule):
                 out, last, bias = user.outputs[0], user, b
         attrs = {"n": 1, "norm": 0, "bias": int(bias is not None), "add": 0, "eps": 0.0}
         ins = [x, w, *([bias] if bias is not None else [])]
-        new = calc_node("Linear", ins, attrs, [dims(out)], node, f"{node.metadata_props.get('calc.scope', node.name)}/Linear")
+        new = calc_node(
+            "Linear", ins, attrs, [dims(out)], node, f"{node.metadata_props.get('calc.scope', node.name)}/Linear"
+        )
         insert(last, new)
         replace_value(g, out, new.outputs[0])
         return None

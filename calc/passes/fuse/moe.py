@@ -62,5 +62,3 @@ class FuseMoe(Rule):
         insert(node, new)
         replace_value(g, back.outputs[0], new.outputs[0])
         return None
-
-

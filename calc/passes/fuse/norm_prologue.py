@@ -60,7 +60,11 @@ def _join(g: Graph, norm: ir.Node, users: list[ir.Node], x: ir.Value, gamma: ir.
     biases = [u.inputs[2] for u in users] if bias else []
     attrs: dict[str, Attr] = {"n": len(users), "norm": 1, "bias": bias, "add": 0, "eps": eps}
     ins = [v for v in (x, gamma, *weights, *biases) if v is not None]
-    name = (users[0].name or "?") if len(users) == 1 else f"{norm.metadata_props.get('calc.scope', norm.name)}/Linear{len(users)}"
+    name = (
+        (users[0].name or "?")
+        if len(users) == 1
+        else f"{norm.metadata_props.get('calc.scope', norm.name)}/Linear{len(users)}"
+    )
     new = calc_node("Linear", ins, attrs, [dims(u.outputs[0]) for u in users], users[0], name)
     insert(users[0], new)
     for u, value in zip(users, new.outputs, strict=True):

@@ -44,7 +44,12 @@ class FuseQkNormRope(Rule):
         q, k = _branch(g, node.inputs[0]), _branch(g, scatter.inputs[1])
         if isinstance(q, str) or isinstance(k, str):
             return q if isinstance(q, str) else str(k)
-        if q.cos is not k.cos or q.sin is not k.sin or q.head_dim != k.head_dim or (q.gamma is None) != (k.gamma is None):
+        if (
+            q.cos is not k.cos
+            or q.sin is not k.sin
+            or q.head_dim != k.head_dim
+            or (q.gamma is None) != (k.gamma is None)
+        ):
             return "q and k are normed or rotated differently"
         past = scatter.inputs[2]
         assert past is not None
@@ -60,7 +65,9 @@ class FuseQkNormRope(Rule):
         }
         gammas = [v for v in (q.gamma, k.gamma) if v is not None]
         name = f"{node.metadata_props.get('calc.scope', node.name)}/QkNormRope"
-        new = calc_node("QkNormRope", [q.x, k.x, *gammas, q.cos, q.sin, past], attrs, [dims(q.x), dims(k.x)], node, name)
+        new = calc_node(
+            "QkNormRope", [q.x, k.x, *gammas, q.cos, q.sin, past], attrs, [dims(q.x), dims(k.x)], node, name
+        )
         first = q.rope if _before(g, q.rope, k.rope) else k.rope
         last = k.rope if first is q.rope else q.rope
         insert(last, new)
@@ -119,7 +126,9 @@ def _split_heads(g: Graph, b: _Branch, value: ir.Value, before: ir.Node) -> None
     reshape = ir.Node("", "Reshape", [value, target], num_outputs=1, name=f"{name}/Reshape")
     out = reshape.outputs[0]
     out.name, out.shape, out.dtype = f"{name}/heads", ir.Shape(shape), ir.DataType.FLOAT
-    transpose = ir.Node("", "Transpose", [out], [ir.AttrInt64s("perm", [0, 2, 1, 3])], num_outputs=1, name=f"{name}/Transpose")
+    transpose = ir.Node(
+        "", "Transpose", [out], [ir.AttrInt64s("perm", [0, 2, 1, 3])], num_outputs=1, name=f"{name}/Transpose"
+    )
     t = transpose.outputs[0]
     t.name, t.shape, t.dtype = f"{name}/t", ir.Shape((batch, b.heads, seq, b.head_dim)), ir.DataType.FLOAT
     insert(before, reshape, transpose)

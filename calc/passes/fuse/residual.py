@@ -23,7 +23,9 @@ class FuseResidual(Rule):
             if attr(old, "add", 0) or (old.op_type == "Linear" and attr(old, "n", 1) != 1) or dims(residual) != dims(y):
                 continue
             ins = [v for v in old.inputs if v is not None]
-            new = calc_node(old.op_type, [*ins, residual], {**plain_attrs(old), "add": 1}, [dims(y)], old, old.name or "?")
+            new = calc_node(
+                old.op_type, [*ins, residual], {**plain_attrs(old), "add": 1}, [dims(y)], old, old.name or "?"
+            )
             insert(node, new)
             replace_value(g, node.outputs[0], new.outputs[0])
             return None

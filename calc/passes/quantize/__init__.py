@@ -26,5 +26,5 @@ def schemes() -> dict[str, SchemeModule]:
     out: dict[str, SchemeModule] = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda m: m.name):
         module = importlib.import_module(f"{__name__}.{info.name}")
-        out[module.NAME] = module  # type: ignore[assignment]
+        out[module.NAME] = module
     return out

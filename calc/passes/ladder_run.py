@@ -1,0 +1,110 @@
+"""`LadderRun`: the rungs that are climbed while the graphs change under them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calc.core.errors import Problem, VerificationError
+from calc.core.options import Progress
+from calc.core.variant import Variant
+from calc.kernels.base import Scheme
+from calc.passes.base import Graph
+from calc.passes.calls import bind_functions
+from calc.passes.execute import Provider, Replayed, replay
+from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights, max_abs
+
+Values = Literal["raw", "fp32", "bf16", "quantized"]
+Schemes = Mapping[str, Scheme]
+Groups = Mapping[str, int]
+
+
+@dataclass
+class LadderRun:
+    """The rungs that run while the graphs change under them."""
+
+    plan: GoldenPlan
+    ladder: Ladder
+    hf_logits: NDArray[np.float32]
+    prefill: Variant
+    decode: Variant
+    check_passes: bool
+    graphs: Mapping[Variant, Graph]
+    before: dict[Variant, Replayed] = field(default_factory=dict)
+
+    def replay(self, values: Values, schemes: Schemes, groups: Groups, stage: str, progress: Progress) -> Replayed:
+        """Run the golden tokens through the graphs as they are now."""
+        todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
+        graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
+        count = iter(range(1 << 30))
+        return replay(
+            graphs,
+            self._provider(values, schemes, groups),
+            todo,
+            lambda s: progress(f"ladder: {stage}", next(count), 0),
+        )
+
+    @staticmethod
+    def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
+        def get(graph: Graph, name: str) -> NDArray[np.generic]:
+            weights = Weights(graph.weights, schemes, groups)
+            read = {"raw": weights.raw, "fp32": weights.fp32, "bf16": weights.bf16, "quantized": weights.quantized}
+            return read[values](name)
+
+        return get
+
+    def after_pass(self, g: Graph, name: str) -> None:
+        """With `check_passes`: the graph computes the same as before the pass (one prefill call).
+
+        Raises:
+            VerificationError: PASS_CHANGED_RESULT.
+        """
+        if not self.check_passes:
+            return
+        v = next(k for k, x in self.graphs.items() if x is g)
+        bind_functions(g, "fp32")
+        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
+        got = replay({v.name: g}, self._provider("fp32", {}, {}), [replace(call, past=0)])
+        before = self.before.get(v)
+        if before is not None:
+            diff = max_abs([got.logits, *got.keys], [before.logits, *before.keys])
+            gate = self.ladder.fp32_gate(before)
+            if not diff <= gate:
+                raise VerificationError(
+                    Problem(
+                        "PASS_CHANGED_RESULT",
+                        f"pass {name} on {v.name}",
+                        "the graph computes something else than before the pass",
+                        f"<= {gate:.3g}",
+                        f"{diff:.3g}",
+                    )
+                )
+        self.before[v] = got
+
+    def check_numerics(
+        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
+    ) -> None:
+        """Rungs fused and bf16."""
+        for v in (self.prefill, self.decode):
+            bind_functions(graphs[v], "fp32")
+        self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
+        for v in (self.prefill, self.decode):
+            bind_functions(graphs[v], "npu")
+        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, groups, "bf16", progress))
+
+    def check_quantized(
+        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
+    ) -> None:
+        """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
+        last = "bf16"
+        if set(schemes.values()) != {"bf16"}:
+            for v in (self.prefill, self.decode):
+                bind_functions(graphs[v], "npu")
+            self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
+            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
+            last = "quantized"
+        self.ladder.finish(last)
