@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from calc.cli.output import emit, line, table
-from calc.cli.params import Ints, calbin_argument, example, format_option
+from calc.cli.params import INTS, calbin_argument, example, format_option, ints
 from calc.cli.text import ms, rate, size
 
 if TYPE_CHECKING:
@@ -17,11 +17,22 @@ if TYPE_CHECKING:
 
 @click.command("bench", epilog=example("calc bench model.calbin --prompts 27,512 --outputs 246"))
 @calbin_argument
-@click.option("--prompts", type=Ints(), default="1,16,128,512,2048", show_default=True, help="Prompt lengths, tokens.")
-@click.option("--outputs", type=Ints(), default="32,128", show_default=True, help="Output lengths, tokens.")
+@click.option(
+    "--prompts",
+    callback=ints(),
+    metavar=INTS,
+    default="1,16,128,512,2048",
+    show_default=True,
+    help="Prompt lengths, tokens.",
+)
+@click.option(
+    "--outputs", callback=ints(), metavar=INTS, default="32,128", show_default=True, help="Output lengths, tokens."
+)
 @format_option
 def command(calbin: Path, prompts: tuple[int, ...], outputs: tuple[int, ...], fmt: str) -> None:
-    """Predict times on the target over prompt and output lengths. No data is computed.
+    """Predict times over prompt and output lengths.
+
+    From the programs and the target's rates; no data is computed.
 
     TTFT is the time to the first token, TPOT the time per output token of each sequence of the batch.
     """

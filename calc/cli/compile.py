@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from calc.cli.output import emit, line, table
-from calc.cli.params import OutputFile, compile_options, example, format_option, model_argument, variant_options
+from calc.cli.params import OUTPUT, example, format_option, model_argument, new_file, variant_options
 from calc.cli.progress import progress
 from calc.cli.text import count, gated, ms, rate, size
 
@@ -23,7 +23,7 @@ EXAMPLES = (
 
 @click.command("compile", epilog=example(*EXAMPLES))
 @model_argument
-@click.option("-o", "--out", type=OutputFile(), help="The calbin to write; --dry-run needs none.")
+@click.option("-o", "--out", type=OUTPUT, callback=new_file, help="The calbin to write; --dry-run needs none.")
 @click.option("--target", default="calculet-1chip", show_default=True, help="A bundled target, or a TOML file.")
 @click.option("--quant", default="bf16", show_default=True, help="bf16, w8a8, w4a16, or a recipe's TOML file.")
 @variant_options
@@ -42,6 +42,7 @@ EXAMPLES = (
 @click.option("--no-golden", is_flag=True, help="Leave out the golden vectors; the calbin cannot be verified then.")
 @format_option
 def command(
+    *,
     model: str,
     out: Path | None,
     target: str,
@@ -56,16 +57,26 @@ def command(
     no_golden: bool,
     fmt: str,
 ) -> None:
-    """Compile a model to a calbin, checking each stage against the one before.
+    """Compile a model to a calbin, checked stage by stage.
 
     MODEL is a directory or a hub id. Nothing is written when a stage fails.
     """
     if out is None and not dry_run:
         raise click.UsageError("give -o OUT.calbin, or --dry-run")
+    if dry_run and keep_graphs is not None:
+        raise click.UsageError("--dry-run writes nothing; leave out --keep-graphs")
     import calc
 
-    more = {"target": target, "quant": quant, "jobs": jobs, "golden": not no_golden, "check_passes": check_passes}
-    options = compile_options(prefill, batch, max_seq_len, **more)
+    options = calc.CompileOptions(
+        target=target,
+        quant=quant,
+        prefill=prefill,
+        batch=batch,
+        max_seq_len=max_seq_len,
+        jobs=jobs,
+        golden=not no_golden,
+        check_passes=check_passes,
+    )
     with progress(fmt) as tell:
         report = calc.compile(model, None if dry_run else out, options, tell, keep_graphs=keep_graphs)
     if fmt == "json":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from calc.cli.output import emit, line
-from calc.cli.params import OutputFile, calbin_argument, example, format_option
+from calc.cli.params import OUTPUT, calbin_argument, example, format_option, new_file
 
 if TYPE_CHECKING:
     from calc.calbin.reader import Calbin
@@ -34,12 +34,16 @@ EXAMPLES = (
     type=click.IntRange(min=0),
     help="Rows of long lists, instructions of a program.  [default: all, 8 in the summary]",
 )
-@click.option("--html", type=OutputFile(), help="Also write the summary and the memory maps as one HTML page.")
+@click.option(
+    "--html", type=OUTPUT, callback=new_file, help="Also write the summary and the memory maps as one HTML page."
+)
 @format_option
 def command(
     calbin: Path, section: str | None, disassemble: str | None, limit: int | None, html: Path | None, fmt: str
 ) -> None:
-    """Show what a calbin holds: sub-models, memory, weights, checks, provenance.
+    """Show what a calbin holds.
+
+    The summary: sub-models, weights, memory, checks, sections, provenance.
 
     With --format json: the whole manifest (schemas/calbin-manifest.schema.json).
     """

@@ -31,7 +31,7 @@ def command(
     max_seq_len: int | None,
     fmt: str,
 ) -> None:
-    """List a model's ops, how the NPU runs each, and what blocks a compile.
+    """List a model's ops and how the NPU runs each.
 
     MODEL is a directory (config.json is enough), a hub id, or an ONNX file. Exits with 1 when an op is unsupported.
     """
@@ -52,6 +52,11 @@ def _show(report: InventoryReport) -> None:
         _show_graph(graph)
 
 
+def _share(share: float, klass: str) -> str:
+    """A share of what will run; ops that were fused or resolved away have none."""
+    return "" if klass in ("fusable", "composed") else f"{share:.1%}"
+
+
 def _show_graph(graph: GraphInventory) -> None:
     table(
         graph.name,
@@ -62,9 +67,9 @@ def _show_graph(graph: GraphInventory) -> None:
                 f"{o.domain}.{o.op}" if o.domain else o.op,
                 o.count,
                 count(o.macs),
-                f"{o.macs_share:.1%}",
+                _share(o.macs_share, o.klass),
                 size(o.bytes),
-                f"{o.bytes_share:.1%}",
+                _share(o.bytes_share, o.klass),
                 " ".join(o.dtypes),
                 "; ".join(o.shapes[:1]) + (" …" if len(o.shapes) > 1 else ""),
             )

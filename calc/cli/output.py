@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 WIDE = 10_000
-"""Columns of a stdout that is no terminal: a table in a log is not wrapped."""
+"""Width of a stdout that is no terminal: a table in a log is not wrapped."""
+
+GAP, LAST = 3, 24
+"""Characters between two columns, and the least that the last column gets."""
 
 
 def emit(report: BaseModel) -> None:
@@ -46,12 +49,19 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> 
         pad_edge=False,
         show_edge=False,
     )
-    for name in head:
+    cells = [[clean(str(cell)) for cell in row] for row in rows]
+    for i, name in enumerate(head):
         right = name.startswith(">")
-        out.add_column(Text(name.removeprefix(">")), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        out.add_row(*(Text(clean(str(cell))) for cell in row))
-    console = Console(width=None if tty else WIDE, highlight=False, file=sys.stdout, no_color=None if tty else True)
+        last = i == len(head) - 1
+        out.add_column(
+            Text(name.removeprefix(">")), justify="right" if right else "left", no_wrap=not last, overflow="fold"
+        )
+    for row in cells:
+        out.add_row(*(Text(cell) for cell in row))
+    console = Console(file=sys.stdout, highlight=False, no_color=None if tty else True)
+    # only the last column wraps; a narrower terminal wraps lines itself, and nothing is cut off
+    widths = [max(len(row[i]) for row in (head, *cells)) + GAP for i in range(len(head))]
+    console.width = max(console.width, sum(widths[:-1]) + min(widths[-1], LAST)) if tty else WIDE
     with console.capture() as captured:
         console.print(out)
     click.echo()

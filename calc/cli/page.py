@@ -22,11 +22,18 @@ PALETTE = ("#3b6fb6", "#d98324", "#5a9a57", "#b04a5a", "#7b61a8", "#4aa3a2", "#a
 
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #222; max-width: 1000px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em; margin-bottom: .2em } h2 { font-size: 1.15em; margin: 1.8em 0 .4em } h3 { font-size: 1em }
-table { border-collapse: collapse } td, th { padding: .2em .9em .2em 0; text-align: left; white-space: nowrap }
-th { border-bottom: 1px solid #999; font-weight: 600 } .n { text-align: right; font-variant-numeric: tabular-nums }
-svg { display: block; width: 100%; height: auto } .wide { overflow-x: auto } .note { color: #666 } svg text { font: 11px system-ui, sans-serif; fill: #444 }
-.key span { display: inline-block; margin-right: 1.2em } .key i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em }
+h1 { font-size: 1.5em; margin-bottom: .2em }
+h2 { font-size: 1.15em; margin: 1.8em 0 .4em }
+h3 { font-size: 1em }
+table { border-collapse: collapse }
+td, th { padding: .2em .9em .2em 0; text-align: left; white-space: nowrap }
+th { border-bottom: 1px solid #999; font-weight: 600 }
+.n { text-align: right; font-variant-numeric: tabular-nums }
+.wide { overflow-x: auto }
+.note { color: #666 }
+.key span { display: inline-block; margin-right: 1.2em }
+.key i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em }
+svg { display: block; width: 100%; height: auto }
 """
 
 

@@ -90,13 +90,11 @@ def variant_options(f: F) -> F:
     return f
 
 
-def compile_options(
-    prefill: tuple[int, ...], batch: tuple[int, ...], max_seq_len: int | None, **more: object
-) -> CompileOptions:
+def compile_options(prefill: tuple[int, ...], batch: tuple[int, ...], max_seq_len: int | None) -> CompileOptions:
     """The library's options from the command line's."""
     from calc.core.options import CompileOptions
 
-    return CompileOptions(prefill=prefill, batch=batch, max_seq_len=max_seq_len, **more)
+    return CompileOptions(prefill=prefill, batch=batch, max_seq_len=max_seq_len)
 
 
 def example(*lines: str) -> str:

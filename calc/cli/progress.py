@@ -83,7 +83,7 @@ class Lines:
         if word == self.word and now - self.last < EVERY:
             return
         left = self.stage.left(now)
-        more = f", {done * 100 // total}%, {duration(left)} left" if left else ""
+        more = f", {done * 100 // total}%, {duration(left)} left" if left is not None and left >= 1 else ""
         self.write(f"[{now - self.start:7.1f} s] {clean(stage)}{more}")
         self.word, self.last = word, now
 

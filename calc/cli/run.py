@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from calc.cli.output import emit, line
-from calc.cli.params import Ints, calbin_argument, example, format_option
+from calc.cli.params import INTS, calbin_argument, example, format_option, ints
 from calc.cli.text import ms, rate
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ EXAMPLES = (
 @click.command("run", epilog=example(*EXAMPLES))
 @calbin_argument
 @click.option("-p", "--prompt", help="The prompt; - reads it from stdin.")
-@click.option("--prompt-ids", type=Ints(0), help="The prompt as token ids.")
+@click.option("--prompt-ids", callback=ints(0), metavar=INTS, help="The prompt as token ids.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 keeps all.")
@@ -41,6 +42,7 @@ EXAMPLES = (
 @click.option("--stats", is_flag=True, help="Tokens, the target's predicted times and this machine's speed, on stderr.")
 @format_option
 def command(
+    *,
     calbin: Path,
     prompt: str | None,
     prompt_ids: tuple[int, ...] | None,
@@ -54,14 +56,17 @@ def command(
     stats: bool,
     fmt: str,
 ) -> None:
-    """Generate text with a calbin on the simulator, streamed to stdout."""
+    """Generate text with a calbin on the simulator.
+
+    The text is streamed to stdout.
+    """
     if (prompt is None) == (prompt_ids is None):
         raise click.UsageError("give either -p TEXT or --prompt-ids")
     import calc
 
     given: str | Sequence[int] = prompt_ids if prompt_ids is not None else prompt or ""
     if given == "-":
-        given = click.get_text_stream("stdin").read()
+        given = sys.stdin.read()
     session = calc.Session(calc.open(calbin), mode)
     result = session.generate(
         given,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from calc.cli.output import emit, line, table
-from calc.cli.params import OutputFile, calbin_argument, example, format_option
+from calc.cli.params import OUTPUT, calbin_argument, example, format_option, new_file
 from calc.cli.progress import progress
 from calc.cli.text import gated, ms
 from calc.core.errors import CalcError
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 @click.command("verify", epilog=example("calc verify model.calbin --strict --junit report.xml"))
 @calbin_argument
 @click.option("--strict", is_flag=True, help="Check every memory access, and that both modes agree bit for bit.")
-@click.option("--junit", type=OutputFile(), help="Also write the checks as JUnit XML.")
+@click.option("--junit", type=OUTPUT, callback=new_file, help="Also write the checks as JUnit XML.")
 @format_option
 @click.pass_context
 def command(ctx: click.Context, calbin: Path, strict: bool, junit: Path | None, fmt: str) -> None:
-    """Prove on the simulator that a calbin computes what its model computes.
+    """Prove that a calbin computes what its model computes.
 
-    Needs the file alone: neither the checkpoint nor torch. Exits with 1 when a check fails.
+    Runs its golden vectors on the simulator. Needs the file alone: neither the checkpoint nor torch. Exits with 1
+    when a check fails.
     """
     import calc
     from calc.cli.junit import error_suite, suite, write

@@ -5,7 +5,7 @@ node that the following instructions come from. An operand reads ``space[address
 affine in scalar registers, its elements are ``steps`` bytes apart along each dimension::
 
     ; model.layers.0.mlp.down_proj/Linear
-       93  mat   gemm.w4        sram[0x310000]:bf16[1,r9,1,128]/0,256,0,2 <- sram[0x300000]:bf16[1,r9,1,384]/0,768,0,2, …
+      38  mat   gemm.w4        sram[0x5000]:bf16[1,r1,1,64]/0,128,0,2 <- sram[0x0]:bf16[1,r1,1,32]/0,64,0,2, ...
 """
 
 from __future__ import annotations
