@@ -13,27 +13,62 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
+from calc.api.bench import BenchReport
+from calc.api.session import Generation
 from calc.calbin.layout import FORMAT, version_text
 from calc.calbin.manifest import Manifest
+from calc.cli.reports import ErrorReport, ExportReport
+from calc.core.options import CompileReport
+from calc.passes.inventory import InventoryReport
+from calc.sim.verify import VerifyReport
 
 SCHEMAS = ROOT / "schemas"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+REPORTS = {
+    "bench": BenchReport,
+    "compile": CompileReport,
+    "error": ErrorReport,
+    "export": ExportReport,
+    "inventory": InventoryReport,
+    "run": Generation,
+    "verify": VerifyReport,
+}
+"""What each verb writes under ``--format json``; `calc inspect` writes the manifest."""
+
+
+class _Reports(GenerateJsonSchema):
+    """JSON has no infinity: a measured value that is not finite is written as null."""
+
+    def float_schema(self, schema: dict) -> JsonSchemaValue:
+        return {**super().float_schema(schema), "type": ["number", "null"]}
 
 
 def manifest_schema() -> dict:
     """JSON Schema 2020-12 of the calbin manifest, msgpack maps and arrays taken as objects and arrays."""
     schema = Manifest.model_json_schema(mode="validation")
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": DIALECT,
         "$id": f"calbin-manifest-{version_text(FORMAT)}",
         **schema,
         "title": f"calbin manifest {version_text(FORMAT)}",
     }
 
 
+def report_schema(name: str) -> dict:
+    """JSON Schema 2020-12 of a verb's report."""
+    schema = REPORTS[name].model_json_schema(mode="serialization", schema_generator=_Reports)
+    return {"$schema": DIALECT, "$id": f"calc-{name}-report", **schema, "title": f"calc {name} report"}
+
+
 def schemas() -> dict[Path, str]:
     """Each schema's path and text."""
-    text = json.dumps(manifest_schema(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    return {SCHEMAS / "calbin-manifest.schema.json": text}
+    made = {"calbin-manifest": manifest_schema(), **{name: report_schema(name) for name in REPORTS}}
+    return {
+        SCHEMAS / f"{name}.schema.json": json.dumps(schema, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        for name, schema in made.items()
+    }
 
 
 def main() -> int:
