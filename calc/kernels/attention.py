@@ -148,6 +148,8 @@ class _Flash:
             with em.scope():
                 self._sequence(None)
         else:
+            # an idle sequence has no query that would write its row
+            em.fill((low.variant.batch, self.y.width), self.y.view, 0.0)
             with em.loop(low.variant.batch) as b:
                 self._sequence(b)
 

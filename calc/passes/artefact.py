@@ -336,7 +336,8 @@ def _kv(c: Compiled) -> KvLayout:
 def _dram(c: Compiled) -> tuple[MemoryRegion, ...]:
     out = []
     for chip, m in c.placement.chips.items():
-        out.append(MemoryRegion(name=f"weights.{chip}", space="dram", chip=chip, offset=0, nbytes=m.shard_bytes))
+        if m.shard_bytes:
+            out.append(MemoryRegion(name=f"weights.{chip}", space="dram", chip=chip, offset=0, nbytes=m.shard_bytes))
         for kv in m.kv.values():
             out += [
                 MemoryRegion(name=b.name, space="dram", chip=chip, offset=b.base or 0, nbytes=b.nbytes)

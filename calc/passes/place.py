@@ -149,7 +149,7 @@ def place(  # noqa: PLR0913, PLR0917 - everything that has a place
     chips, kv_bytes, dynamic = {}, {}, {}
     problems = []
     for chip, items in placed.items():
-        shard = align(max(end[chip], 64), 4096)
+        shard = align(end[chip], 4096)  # a chip without work has none
         kv, at = _kv(spec, layer_chip, chip, shard, rows, slots)
         kv_bytes[chip] = at - shard
         dynamic[chip] = align(kv_bytes[chip] + io_bytes, 4096)
