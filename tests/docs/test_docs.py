@@ -1,0 +1,117 @@
+"""The docs say what the code does: generated parts are current, and what pages name exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from calc.core.isa import Alu, Fn, Op, Red
+from calc.kernels.base import Call
+from calc.passes.recipe import assign, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end: [a-z-]+ -->", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`((?:calc|docs|examples|scripts|tests|schemas)/[^`\s]*)`")
+SIM_CODE = re.compile(r"\bSIM_[A-Z_]+\b")
+
+
+def written(page: Path) -> str:
+    """A page without its generated parts."""
+    return GENERATED.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+def test_generated_parts_are_current():
+    done = subprocess.run(
+        [sys.executable, "scripts/gen_docs.py", "--check"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(DOCS).as_posix())
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(DOCS).as_posix())
+def test_paths_exist(page):
+    for path in CODE.findall(page.read_text(encoding="utf-8")):
+        if "NAME" in path:
+            continue
+        parts = [p for p in path.split("/") if "*" not in p]
+        assert (ROOT / Path(*parts)).exists(), path
+
+
+def test_every_opcode_and_function_has_a_meaning():
+    text = written(DOCS / "isa.md")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    # GEMM has a section of its own
+    missing = [op.name for op in Op if op is not Op.GEMM and not re.search(rf"^\| {op.name} ", rows, re.MULTILINE)]
+    missing += [f.name for f in Fn if not re.search(rf"\b{f.name}\b", rows)]
+    missing += [r.name for r in Red if not re.search(rf"\b{r.name}\b", rows)]
+    assert not missing
+    assert "### Matrix: GEMM" in text
+    assert {"DIV", "CDIV"} <= set(Alu.__members__)
+
+
+def test_every_fault_of_the_simulator_is_listed():
+    raised = set()
+    for source in (ROOT / "calc/sim").glob("*.py"):
+        raised |= set(re.findall(r'"(SIM_[A-Z_]+)"', source.read_text(encoding="utf-8")))
+    table = {line.split("|")[1].strip() for line in written(DOCS / "isa.md").splitlines() if line.startswith("| SIM_")}
+    assert table == raised
+
+
+def test_every_decision_is_listed():
+    index = (DOCS / "decisions/README.md").read_text(encoding="utf-8")
+    files = sorted(p.name for p in (DOCS / "decisions").glob("0*.md"))
+    assert LINK.findall(index) == files
+    for name in files:
+        text = (DOCS / "decisions" / name).read_text(encoding="utf-8")
+        number, title = re.match(r"# (\d+)\. (.+)\n", text).groups()
+        assert name.startswith(f"{int(number):04d}-")
+        assert f"[{title}]({name})" in index
+        assert all(f"**{part}.**" in text for part in ("Context", "Decision", "Consequences"))
+
+
+def test_the_example_recipe_gives_what_it_says():
+    experts = "model.layers.0.mlp.experts"
+    names = {
+        "router": "model.layers.0.mlp.gate.weight",
+        "gate": f"{experts}.gate_up_proj/gate/Reshape",
+        "up": f"{experts}.gate_up_proj/up/Reshape",
+        "down": f"{experts}.down_proj/down/Reshape",
+    }
+    attention = {f"w{i}": f"model.layers.0.self_attn.{p}_proj.weight" for i, p in enumerate("qkvo")}
+    calls = [
+        Call("Embed", "embed", {}, {"table": "model.embed_tokens.weight"}, (), {}),
+        Call("Linear", "attention", {"n": 4}, attention, (), {}, 0),
+        Call("Moe", "moe", {}, names, (), {}, 0),
+        Call("LmHead", "head", {}, {"w": "lm_head.weight"}, (), {}),
+    ]
+    schemes, groups = assign(load_recipe(str(ROOT / "examples/recipes/qwen3-30b-a3b.toml")), calls)
+    assert schemes == {
+        "model.embed_tokens.weight": "bf16",
+        **dict.fromkeys(attention.values(), "w8a8"),
+        names["router"]: "bf16",
+        **{names[n]: "w4a16" for n in ("gate", "up", "down")},
+        "lm_head.weight": "w8a8",
+    }
+    assert {groups[names[n]] for n in ("gate", "up", "down")} == {64}
