@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from calc.calbin.reader import Calbin
-from calc.core.errors import CapacityError, Problem, RuntimeFault
+from calc.core.errors import Problem, RuntimeFault
 from calc.core.spec import Frozen
 from calc.sim.machine import Mode
 from calc.sim.runtime import Device
@@ -159,7 +159,7 @@ class Session:
         out: list[int] = []
         text = ""
         finish = "length"
-        for token in self._tokens(ids, choose):
+        for token in self._tokens(ids, choose) if max_new_tokens > 0 else ():
             if token in self.spec.tokens.eos:
                 finish = "eos"
                 break
@@ -172,7 +172,8 @@ class Session:
                     text = now
             if len(out) >= max_new_tokens:
                 break
-            if len(ids) + len(out) >= self.calbin.manifest.kv.capacity:
+            if len(ids) + len(out) > self.calbin.manifest.kv.capacity:
+                # the last token needs a row of its own to be followed by another one
                 finish = "capacity"
                 break
         final = self.tokenizer.decode(out, skip_special_tokens=True) if self.spec.tokenizer.kind != "none" else ""
@@ -199,16 +200,6 @@ class Session:
         while True:
             token = choose(logits)
             yield token
-            if past >= self.calbin.manifest.kv.capacity:
-                raise CapacityError(
-                    Problem(
-                        "CONTEXT_FULL",
-                        "KV cache",
-                        "no room for another token",
-                        str(self.calbin.manifest.kv.capacity),
-                        str(past),
-                    )
-                )
             logits = self.device.decode([token], [past], [0])[0]
             past += 1
 

@@ -72,7 +72,7 @@ class Device:
 
         Raises:
             CapacityError: PROMPT_TOO_LONG when past and prompt exceed the KV capacity.
-            RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE.
+            RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE, PAST_RANGE.
         """
         self._check_prompt(tokens, past, slot)
         buckets = self.prefill_buckets
@@ -125,6 +125,8 @@ class Device:
             )
         if not 0 <= slot < kv.slots:
             problems.add("SLOT_RANGE", "slot", "no such KV slot", expected=f"0..{kv.slots - 1}", got=slot)
+        if past < 0:
+            problems.add("PAST_RANGE", "past", "a negative number of tokens", expected=">= 0", got=past)
         problems.raise_if_any(RuntimeFault)
         if past + len(tokens) > kv.capacity:
             raise CapacityError(
@@ -178,11 +180,27 @@ class Device:
 
         Raises:
             CapacityError: BATCH_TOO_LARGE, CONTEXT_FULL.
-            RuntimeFault: TOKEN_RANGE, SLOT_RANGE.
+            RuntimeFault: TOKEN_RANGE, SLOT_RANGE, PAST_RANGE, SLOT_TWICE.
         """
         sub = self.decode_submodel(len(tokens))
+        capacity = self.manifest.kv.capacity
+        if full := [p for p in past if p >= capacity]:
+            raise CapacityError(
+                Problem(
+                    "CONTEXT_FULL",
+                    "KV cache",
+                    "no room for another token",
+                    f"at most {capacity} tokens",
+                    f"{full[0]} before this one",
+                    "compile with a larger --max-seq-len",
+                )
+            )
         for t, p, s in zip(tokens, past, slots, strict=True):
             self._check_prompt([t], p, s)
+        if len(set(slots)) < len(slots):
+            raise RuntimeFault(
+                Problem("SLOT_TWICE", "slots", "two sequences share a KV slot", "one slot each", str(list(slots)))
+            )
         out = self.run(Step(sub.name, tuple((int(t),) for t in tokens), tuple(past), tuple(slots)))
         return out[: len(tokens)]
 
