@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,6 @@ from calc.calbin.manifest import (
     Workload,
 )
 from calc.calbin.writer import CalbinWriter, SectionWriter
-from calc.core.errors import ModelError, Problems
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
 from calc.core.numerics import bf16_loss, to_bf16
 from calc.core.options import Progress
@@ -45,9 +45,10 @@ from calc.core.spec import ModelSpec
 from calc.core.target import Target
 from calc.core.variant import Variant
 from calc.kernels.emit import Packed, Plain
+from calc.passes.finite import Finite
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
 from calc.passes.lower import ChipProgram, io_buffers
-from calc.passes.place import Placed, Placement, shard_pieces
+from calc.passes.place import Check, Placed, Placement, shard_pieces
 
 RUNTIME_MIN = (1, 0)
 DRIVER_MIN = (0, 7)
@@ -73,43 +74,29 @@ class Compiled:
 
 
 class _Losses:
-    """Checks weights while they are packed: all that are not finite are reported together."""
+    """Checks weights while they are packed, and counts what rounding them to BF16 loses. Workers share it."""
 
     def __init__(self) -> None:
-        self.problems = Problems()
-        self.bad: dict[str, int] = {}
-        self.flushed: dict[str, int] = {}
-        self.saturated: dict[str, int] = {}
+        self.finite = Finite()
+        self._lost: dict[int, Loss] = {}
+        self._lock = Lock()
 
-    def checker(self, weight: str, *, rounds: bool) -> Callable[[str, NDArray[np.float32]], None]:
+    def checker(self, item: Placed) -> Check:
         """A check for one weight's rows."""
+        rounds = item.scheme == "bf16" and isinstance(item.handle, Packed)
 
-        def check(source: str, rows: NDArray[np.float32]) -> None:
-            broken = int(np.count_nonzero(~np.isfinite(rows)))
-            if broken:
-                self.bad[source] = self.bad.get(source, 0) + broken
-            elif rounds:
-                loss = bf16_loss(rows)
-                self.flushed[weight] = self.flushed.get(weight, 0) + loss.flushed
-                self.saturated[weight] = self.saturated.get(weight, 0) + loss.saturated
+        def check(source: str, rows: NDArray[np.float32], *, matrix: bool) -> None:
+            if self.finite.check(source, rows) and rounds and matrix:
+                more = bf16_loss(rows)
+                with self._lock:
+                    old = self.of(item)
+                    self._lost[id(item)] = Loss(old.flushed + more.flushed, old.saturated + more.saturated)
 
         return check
 
-    def raise_if_any(self) -> None:
-        """Raise if a weight was not finite.
-
-        Raises:
-            ModelError: MODEL_NOT_FINITE for each checkpoint tensor.
-        """
-        for source, n in sorted(self.bad.items()):
-            self.problems.add(
-                "MODEL_NOT_FINITE",
-                source,
-                f"{n} values are not finite",
-                expected="finite numbers",
-                hint="the checkpoint is damaged or overflowed in training",
-            )
-        self.problems.raise_if_any(ModelError)
+    def of(self, item: Placed) -> Loss:
+        """What one weight has lost."""
+        return self._lost.get(id(item), Loss(0, 0))
 
 
 def write(c: Compiled, out: Path, jobs: int, progress: Progress) -> Manifest:
@@ -145,15 +132,14 @@ def write(c: Compiled, out: Path, jobs: int, progress: Progress) -> Manifest:
                     progress("weights", done + s.tell(), need)
                 s.align(4096)
                 done += s.tell()
-        losses.raise_if_any()
+        losses.finite.raise_if_any()
         arrays = _golden(w, c)
         files = _files(w, c)
         return w.finish(lambda sections: _manifest(c, sections, weights, arrays, files, losses))
 
 
 def _stream(item: Placed, losses: _Losses, jobs: int, s: SectionWriter) -> None:
-    check = losses.checker(item.handle.name, rounds=item.scheme == "bf16" and isinstance(item.handle, Packed))
-    pieces = iter(shard_pieces(item, check))
+    pieces = iter(shard_pieces(item, losses.checker(item)))
     if jobs == 1:
         for piece in pieces:
             s.write(piece())
@@ -265,8 +251,8 @@ def _manifest(
             weight=n,
             scheme=i.scheme,
             group=i.handle.layout.group if isinstance(i.handle, Packed) else 0,
-            flushed=losses.flushed.get(n, 0),
-            saturated=losses.saturated.get(n, 0),
+            flushed=losses.of(i).flushed,
+            saturated=losses.of(i).saturated,
         )
         for n, i in schemes.items()
     )

@@ -53,7 +53,7 @@ class Normalise(Pass):
         return done
 
 
-def _fold(g: Graph, node: ir.Node) -> TensorRef | None:
+def _fold(g: Graph, node: ir.Node) -> TensorRef | None:  # noqa: PLR0911 - one return per kind of node
     """The reference that a node's output amounts to, if its data input is a weight."""
     if node.domain or not node.inputs:
         return None
@@ -69,12 +69,14 @@ def _fold(g: Graph, node: ir.Node) -> TensorRef | None:
         return None
     if first is None:
         return None
-    of_data = {
-        "Cast": lambda: first,
-        "Reshape": lambda: _reshape(first, dims(node.outputs[0])),
-        "Slice": lambda: _slice(first, node),
-    }
-    return of_data[node.op_type]() if node.op_type in of_data else None
+    match node.op_type:
+        case "Cast":
+            return first
+        case "Reshape":
+            return _reshape(first, dims(node.outputs[0]))
+        case "Slice":
+            return _slice(first, node)
+    return None
 
 
 def ints_axis(node: ir.Node) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,19 +293,26 @@ def _weights_of(
     return out
 
 
-def shard_pieces(item: Placed, check: Callable[[str, NDArray[np.float32]], None]) -> list[Callable[[], bytes]]:
+class Check(Protocol):
+    """Told each piece of a weight before it is packed; `matrix` is false for what stays f32 (norms, tables, biases)."""
+
+    def __call__(self, source: str, rows: NDArray[np.float32], *, matrix: bool) -> None:
+        """`source` names the checkpoint tensors the rows come from."""
+
+
+def shard_pieces(item: Placed, check: Check) -> list[Callable[[], bytes]]:
     """The weight's bytes as independent jobs, in order; each reads its rows, checks them and packs them.
 
     Args:
         item: the weight.
-        check: called with the name of the checkpoint tensor and the f32 rows about to be packed.
+        check: called with the rows about to be packed.
     """
     if isinstance(item.handle, Plain):
         handle = item.handle
 
         def plain() -> bytes:
-            data = item.ref.read().astype(np.float32)
-            check(handle.name, data)
+            data = _f32(item.ref.read())
+            check(_source(item.ref, handle.name), data, matrix=False)
             return pack_plain(data)
 
         return [plain]
@@ -312,16 +320,27 @@ def shard_pieces(item: Placed, check: Callable[[str, NDArray[np.float32]], None]
     return [_tile_job(item, ref, lay, t, check) for ref in item.experts() for t in range(lay.tiles)]
 
 
-def _tile_job(
-    item: Placed, ref: TensorRef, lay: TileLayout, t: int, check: Callable[[str, NDArray[np.float32]], None]
-) -> Callable[[], bytes]:
+def _source(ref: TensorRef, name: str) -> str:
+    return ", ".join(ref.sources) or name
+
+
+def _f32(values: NDArray[np.generic]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # beyond the range of FP32: the check finds the infinity
+        return values.astype(np.float32)
+
+
+def _tile_job(item: Placed, ref: TensorRef, lay: TileLayout, t: int, check: Check) -> Callable[[], bytes]:
     def run() -> bytes:
         a = t * lay.tile_rows
         b = a + lay.rows_of(t)
-        rows = ref.rows(a, b).astype(np.float32)
-        check(", ".join(ref.sources) or item.handle.name, rows)
-        bias = None if item.bias is None else item.bias.rows(a, b).astype(np.float32)
+        rows = _f32(ref.rows(a, b))
+        check(_source(ref, item.handle.name), rows, matrix=True)
+        bias = None
+        if item.bias is not None:
+            bias = _f32(item.bias.rows(a, b))
+            check(_source(item.bias, f"{item.handle.name}/bias"), bias, matrix=False)
         one = TileLayout(lay.fmt, b - a, lay.cols, b - a, lay.group, lay.bias)
-        return next(tiles(one, lambda x, y: rows[x:y], bias))
+        with np.errstate(invalid="ignore", over="ignore"):  # nobody will see the tile of a weight that is not finite
+            return next(tiles(one, lambda x, y: rows[x:y], bias))
 
     return run

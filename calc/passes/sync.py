@@ -70,10 +70,10 @@ class Sync:
     def _ordered(self, body: list[Node], state: _State) -> Iterator[Node]:
         for item in body:
             accesses = list(self._accesses(item))
-            need = self._needs(accesses, state)
-            yield from _fence(sorted(need), item.node)
-            for src, dst in need:
-                _learn(state, src, dst)
+            while need := self._needs(accesses, state):
+                # one at a time: what the first brings may make the others superfluous
+                yield from _fence(need[:1], item.node)
+                _learn(state, *need[0])
             state.now += 1
             if isinstance(item, LoopNode):
                 item.body = self._sequence(item.body, _State(), loop=True)
@@ -134,7 +134,16 @@ class _Carried:
 
 
 def _learn(state: _State, src: Engine, dst: Engine) -> None:
+    """`dst` has waited for `src`: it knows all that `src` has done and what `src` itself has waited for."""
     state.known[(src, dst)] = state.now
+    for other in Engine:
+        known = state.known.get((other, src), -1)
+        if known > state.known.get((other, dst), -1):
+            state.known[(other, dst)] = known
+    if dst is Engine.CTL:
+        # whatever is dispatched from here on comes after it
+        for engine in Engine:
+            state.known[(src, engine)] = state.now
 
 
 def _fence(pairs: Iterable[tuple[Engine, Engine]], node: int) -> Iterator[Instr]:

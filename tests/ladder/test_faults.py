@@ -1,0 +1,179 @@
+"""The ladder is proven: a fault planted at each stage makes that stage's rung fail, and the error names it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import calc
+from calc.core.errors import VerificationError
+from calc.core.isa import Alu
+from calc.kernels import moe as moe_kernel
+from calc.kernels.emit import Emitter
+from calc.kernels.lowering import KvBuffers
+from calc.passes import ladder as ladder_module
+from calc.passes.fuse import glu as glu_pass
+from calc.passes.quantize import w8a8
+from tests.conftest import GLASS, shared
+
+OPTIONS = calc.CompileOptions(prefill=(16,), max_seq_len=48, check_passes=False)
+
+
+def options(**changes: object) -> calc.CompileOptions:
+    return OPTIONS.model_copy(update=changes)
+
+
+def refused(out, opts=OPTIONS) -> VerificationError:
+    with pytest.raises(VerificationError) as e:
+        calc.compile(GLASS, out, opts)
+    assert not out.exists()
+    assert not list(out.parent.glob("*.partial"))
+    return e.value
+
+
+def failed_checks(path) -> list[str]:
+    report = calc.verify(path)
+    return [c.name for c in report.checks if not c.ok]
+
+
+def test_a_wrong_export(tmp_path, monkeypatch):
+    """Attention's scale is off by 2 %."""
+    from calc import pipeline
+
+    graph = pipeline._graph
+
+    def wrong(exported, v):
+        g = graph(exported, v)
+        import onnx_ir as ir
+
+        for node in g.model.graph:
+            if node.op_type == "Attention":
+                node.attributes.add(ir.AttrFloat32("scale", node.attributes["scale"].value * 1.02))
+        return g
+
+    monkeypatch.setattr(pipeline, "_graph", wrong)
+    assert refused(tmp_path / "x.calbin").code == "LADDER_EXPORTED"
+
+
+def wrong_activation(value):
+    found = glu_pass_activation(value)
+    return None if found is None else ("gelu", found[1])
+
+
+glu_pass_activation = glu_pass._activation
+
+
+def test_a_wrong_fusion(tmp_path, monkeypatch):
+    """SwiGLU becomes GeGLU."""
+    monkeypatch.setattr(glu_pass, "_activation", wrong_activation)
+    assert refused(tmp_path / "x.calbin").code == "LADDER_FUSED"
+
+
+def test_a_wrong_fusion_is_pinned_to_its_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(glu_pass, "_activation", wrong_activation)
+    error = refused(tmp_path / "x.calbin", options(check_passes=True))
+    assert error.code == "PASS_CHANGED_RESULT"
+    assert "fuse-glu" in error.problems[0].where
+
+
+def test_a_wrong_rounding(tmp_path, monkeypatch):
+    """BF16 with three bits less."""
+
+    def coarse(w, group):
+        raw = w.astype(np.float32).view(np.uint32) & np.uint32(0xFFF80000)
+        return raw.view(np.float32), None
+
+    from calc.passes.quantize import bf16
+
+    monkeypatch.setattr(bf16, "ort_values", coarse)
+    assert refused(tmp_path / "x.calbin").code == "LADDER_BF16"
+
+
+def test_a_swapped_scale(tmp_path, monkeypatch):
+    """Each output channel has its neighbour's scale."""
+    honest = w8a8.ort_values
+
+    def swapped(w, group):
+        codes, scale = honest(w, group)
+        return codes, np.roll(scale, 1)
+
+    monkeypatch.setattr(w8a8, "ort_values", swapped)
+    assert refused(tmp_path / "x.calbin", options(quant="w8a8")).code == "LADDER_QUANTIZED"
+
+
+def test_a_wrong_kv_offset(tmp_path, monkeypatch):
+    """Keys and values are written one token late."""
+    view = KvBuffers.view
+
+    def late(self, which, slot, row):
+        v = view(self, which, slot, row)
+        return v.at(self.key_row) if row and getattr(late, "writes", True) else v
+
+    monkeypatch.setattr(KvBuffers, "view", late)
+    out = tmp_path / "x.calbin"
+    calc.compile(GLASS, out, options(max_seq_len=48))
+    assert "rung program: KV" in failed_checks(out)
+
+
+def test_a_wrong_scale_in_the_shard(tmp_path, monkeypatch):
+    """The graph's scales are right, the packed tile's are its neighbour's."""
+    from calc.passes import pack
+
+    honest = pack.quant_rows_int8
+
+    def swapped(w):
+        codes, scale = honest(w)
+        return codes, np.roll(scale, 1)
+
+    monkeypatch.setattr(pack, "quant_rows_int8", swapped)
+    out = tmp_path / "x.calbin"
+    calc.compile(GLASS, out, options(quant="w8a8"))
+    assert {"rung program: logits", "rung program: KV"} <= set(failed_checks(out))
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory):
+    from tests.e2e.models import upcycled
+
+    return shared(tmp_path_factory, "glass-moe", lambda path: upcycled(GLASS, path))
+
+
+def test_a_wrong_expert(tmp_path, monkeypatch, moe_model):
+    """Decode takes the expert after the one the router chose."""
+    lower = moe_kernel._by_pair
+
+    def next_expert(low, call, x, weights, ids, total):
+        sload = Emitter.sload
+
+        def shifted(self, a, assume):
+            r = sload(self, a, assume)
+            self.alu(Alu.ADD, r, 1, r)
+            return self.alu(Alu.MOD, r, call.shape("gate")[0], r)
+
+        with monkeypatch.context() as m:
+            m.setattr(Emitter, "sload", shifted)
+            lower(low, call, x, weights, ids, total)
+
+    monkeypatch.setattr(moe_kernel, "_by_pair", next_expert)
+    out = tmp_path / "x.calbin"
+    calc.compile(moe_model, out, OPTIONS)
+    assert "rung program: logits" in failed_checks(out)
+
+
+def test_gates_refuse_what_is_not_a_number():
+    from calc.calbin.manifest import Rung
+
+    rung = Rung(
+        name="bf16",
+        reference="fused",
+        candidate="bf16",
+        metric="rel_rms",
+        logits=float("nan"),
+        kv=0.0,
+        gate_logits=1.0,
+        gate_kv=1.0,
+        why="",
+    )
+    with pytest.raises(VerificationError) as e:
+        ladder_module.check_rung(rung)
+    assert e.value.codes == ("LADDER_BF16",)
