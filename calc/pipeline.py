@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from calc.calbin.manifest import Rung, Workload
-from calc.core.errors import CapacityError, Problem, UsageError
+from calc.core.errors import CapacityError, ModelError, Problem, UsageError
 from calc.core.exported import Exported
+from calc.core.isa import CSR_STRIDE
 from calc.core.options import CompileOptions, CompileReport, Progress, RungReport, VariantReport, no_progress
 from calc.core.spec import ModelSpec
 from calc.core.target import Target, load_target
@@ -179,8 +180,7 @@ def _export(
 ) -> tuple[Exported, tuple[Variant, ...], int]:
     variants = variants_of(options)
     if not isinstance(source, Path):
-        given = tuple(sorted(source.graphs, key=lambda v: (v.role != "prefill", v)))
-        return source, given, options.max_seq_len or _context_of(source, given)
+        return _given(source, options)
     from calc.frontend.export import export
     from calc.frontend.spec import load_spec
 
@@ -219,11 +219,52 @@ def _export(
     return replace(made, files=host_files(source)), variants, context
 
 
-def _context_of(exported: Exported, variants: Sequence[Variant]) -> int:
-    v = variants[0]
-    kv = next(x for x in exported.graphs[v].graph.inputs if x.name == "past_kv.0.key")
-    assert kv.shape is not None
-    return int(kv.shape[2]) - v.seq  # type: ignore[arg-type]
+def _given(source: Exported, options: CompileOptions) -> tuple[Exported, tuple[Variant, ...], int]:
+    """Graphs that came as files: their own shapes are the variants, their buffers bound the context."""
+    given = tuple(sorted(source.graphs, key=lambda v: (v.role != "prefill", v)))
+    problems = [
+        Problem(
+            "ONNX_VARIANTS",
+            f"{role} graphs",
+            "a calbin needs both roles",
+            "at least one prefill and one decode graph",
+            "none",
+        )
+        for role in ("prefill", "decode")
+        if not any(v.role == role for v in given)
+    ]
+    problems += [
+        Problem(
+            "ONNX_VARIANTS",
+            v.name,
+            "the graph's batch cannot be compiled",
+            "1 for prefill, 1 to 64 for decode",
+            str(v.batch),
+        )
+        for v in given
+        if not 1 <= v.batch <= (1 if v.role == "prefill" else CSR_STRIDE)
+    ]
+    if problems:
+        raise UsageError(problems)
+    room = min(_context_of(source, v) for v in given)
+    context = options.max_seq_len or room
+    if context > room:
+        raise CapacityError(
+            Problem(
+                "CONTEXT_TOO_LONG", "--max-seq-len", "longer than the graphs' KV buffers", f"<= {room}", str(context)
+            )
+        )
+    return source, given, context
+
+
+def _context_of(exported: Exported, v: Variant) -> int:
+    """Tokens that fit a graph's KV buffer beside a whole bucket."""
+    kv = next((x for x in exported.graphs[v].graph.inputs if x.name == "past_kv.0.key"), None)
+    if kv is None or kv.shape is None or not isinstance(kv.shape[2], int):
+        raise ModelError(
+            Problem("ONNX_INPUTS", v.name, "the graph has no static past_kv.0.key", "[batch, heads, capacity, dim]")
+        )
+    return kv.shape[2] - v.seq
 
 
 def _graph(exported: Exported, v: Variant) -> Graph:

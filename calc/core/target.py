@@ -44,7 +44,6 @@ class Rates(Frozen):
     vector_special: Quantity
     dram: Quantity
     link: Quantity
-    host: Quantity
 
 
 class Costs(Frozen):

@@ -209,28 +209,6 @@ class SelectTensor(TensorRef):
 
 
 @dataclass(frozen=True)
-class TransposeTensor(TensorRef):
-    """Another 2-D reference with its axes swapped. Reading rows reads the whole base."""
-
-    base: TensorRef
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.base.shape[1], self.base.shape[0])
-
-    @property
-    def dtype(self) -> str:  # type: ignore[override]
-        return self.base.dtype
-
-    @property
-    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.base.sources
-
-    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
-        return np.ascontiguousarray(self.base.read().T[start:stop])
-
-
-@dataclass(frozen=True)
 class ShapeOnlyTensor(TensorRef):
     """A tensor known by shape alone (export from a config, without a checkpoint). It cannot be read."""
 

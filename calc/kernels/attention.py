@@ -81,7 +81,7 @@ class Attention(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         per_key = call.int("heads") * (call.int("head_dim") + call.int("value_dim"))
-        return Work(rows * context * per_key, rows * context * call.int("heads") * 4, 0)
+        return Work(rows * context * per_key, rows * context * call.int("heads") * 4)
 
     def lower(self, low: Lowering, call: Call) -> None:
         _Flash(low, call).emit()

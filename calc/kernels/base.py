@@ -69,11 +69,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call costs, without a clock: multiply-accumulates, vector elements and weight bytes read."""
+    """What a call costs, without a clock: multiply-accumulates and vector elements."""
 
     macs: int
     vector_ops: int
-    weight_bytes: int
 
 
 Constraint = Callable[[Call], str | None]

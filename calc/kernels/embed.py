@@ -36,7 +36,7 @@ class Embed(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         width = call.shape("table")[1]
-        return Work(0, rows * width, rows * width * 2)
+        return Work(0, rows * width)
 
     def lower(self, low: Lowering, call: Call) -> None:
         em, w = low.em, low.packed(call, "table")

@@ -58,7 +58,7 @@ class Glu(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         n, k = call.shape("gate")
-        return Work(2 * rows * n * k, rows * (2 * n + 2 * k), 4 * n * k)
+        return Work(2 * rows * n * k, rows * (2 * n + 2 * k))
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])

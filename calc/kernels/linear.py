@@ -56,7 +56,7 @@ class Linear(Kernel):
         sizes = [call.shape(w) for w in self.weights(call.attrs)]
         params = sum(n * k for n, k in sizes)
         vec = rows * call.shape("x")[-1] * 2 if call.attrs["norm"] else 0
-        return Work(rows * params, vec, params * 2)
+        return Work(rows * params, vec)
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])

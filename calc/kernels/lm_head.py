@@ -76,7 +76,7 @@ class LmHead(Kernel):
     def work(self, call: Call, rows: int, context: int) -> Work:
         v, k = call.shape("w")
         batch = call.shape("cur")[0]
-        return Work(batch * v * k, batch * 2 * k, v * k * 2)
+        return Work(batch * v * k, batch * 2 * k)
 
     def lower(self, low: Lowering, call: Call) -> None:
         em, w = low.em, low.packed(call, "w")

@@ -15,6 +15,7 @@ from calc.kernels.base import (
     Numerics,
     Work,
     activation,
+    matmul,
     rms_norm,
     store,
     weight_formals,
@@ -65,8 +66,7 @@ class Moe(Kernel):
         lines += [
             f"flat_shape = Constant<value_ints: ints = [-1, {attrs['hidden']}]>()",
             f"t = Reshape({src}, flat_shape)",
-            "router_t = Transpose<perm: ints = [1, 0]>(router)",
-            "z = MatMul(t, router_t)",
+            matmul("t", "router", "z", schemes["router"]),
             "p = Softmax<axis: int = -1>(z)",
             f"k = Constant<value_ints: ints = [{attrs['top_k']}]>()",
             "top, ids = TopK<axis: int = -1>(p, k)",
@@ -97,8 +97,7 @@ class Moe(Kernel):
     def work(self, call: Call, rows: int, context: int) -> Work:
         e, i, h = call.shape("gate")
         k = call.int("top_k")
-        active = min(e, rows * k)
-        return Work(rows * (e * h + k * 3 * i * h), rows * (e + k * (2 * i + h)), (e * h + active * 3 * i * h) * 2)
+        return Work(rows * (e * h + k * 3 * i * h), rows * (e + k * (2 * i + h)))
 
     def lower(self, low: Lowering, call: Call) -> None:
         em = low.em

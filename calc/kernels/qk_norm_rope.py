@@ -72,7 +72,7 @@ class QkNormRope(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         width = call.shape("q")[-1] + call.shape("k")[-1]
-        return Work(0, rows * width * (3 if call.attrs["norm"] else 1), 0)
+        return Work(0, rows * width * (3 if call.attrs["norm"] else 1))
 
     def lower(self, low: Lowering, call: Call) -> None:
         cos, sin = low.rope_table(call, "cos"), low.rope_table(call, "sin")

@@ -32,7 +32,7 @@ class RmsNorm(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         width = call.shape("x")[-1]
-        return Work(0, rows * width * 2, width * 4)
+        return Work(0, rows * width * 2)
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])

@@ -20,9 +20,6 @@ from calc.passes.base import Graph, Refusal, Rule
 from calc.passes.calls import make_call
 from calc.passes.order import fusion_passes
 
-FALLBACK_SHARE = 0.01
-"""A CPU fallback may do at most this share of the MACs."""
-
 COMPOSED = frozenset(
     {
         "Reshape",

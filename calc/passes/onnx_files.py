@@ -122,7 +122,12 @@ def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
             )
             continue
         batch, seq = (int(d) for d in ids.shape)  # type: ignore[arg-type]
-        graphs[Variant("decode" if seq == 1 else "prefill", batch, seq)] = g.model
+        variant = Variant("decode" if seq == 1 else "prefill", batch, seq)
+        if variant in graphs:
+            problems.add(
+                "ONNX_INPUTS", str(path), "a second graph of one shape", got=variant.name, hint="give each once"
+            )
+        graphs[variant] = g.model
         weights.update(g.weights)
     problems.raise_if_any(ModelError)
     files = host_files(spec.parent)

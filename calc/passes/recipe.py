@@ -16,7 +16,7 @@ is always bf16.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, get_args
@@ -74,12 +74,12 @@ def load_recipe(text: str) -> Recipe:
         ) from e
 
 
-def assign(recipe: Recipe, calls: Iterable[Call]) -> tuple[dict[str, Scheme], dict[str, int]]:
+def assign(recipe: Recipe, calls: Sequence[Call]) -> tuple[dict[str, Scheme], dict[str, int]]:
     """The scheme and the group size of every matrix weight.
 
     Raises:
         UsageError: RECIPE_NO_MATCH for each override that matches no weight, RECIPE_TABLE where one would quantize a
-            table that is looked up by row.
+            table that is looked up by row, RECIPE_PAIR where gate and up of one unit differ.
     """
     tables, tender, matrices = set[str](), set[str](), dict[str, None]()
     for call in calls:
@@ -106,6 +106,16 @@ def assign(recipe: Recipe, calls: Iterable[Call]) -> tuple[dict[str, Scheme], di
             )
         schemes[name] = scheme
         groups[name] = group if scheme == "w4a16" else 0
+    for call in calls:
+        names = {f: call.inputs[f] for f in ("gate", "up") if f in call.inputs}
+        if len({(schemes[n], groups[n]) for n in names.values()}) > 1:
+            problems.add(
+                "RECIPE_PAIR",
+                " and ".join(names.values()),
+                "gate and up are multiplied tile by tile and need one scheme and group",
+                got=", ".join(schemes[n] for n in names.values()),
+                hint="let one pattern match both",
+            )
     for i in sorted(unused):
         problems.add(
             "RECIPE_NO_MATCH",

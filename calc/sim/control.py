@@ -20,7 +20,7 @@ def run(
     csr: Sequence[int],
     sload: Callable[[Ins, list[int]], int],
     ready: Callable[[Ins], bool],
-) -> Iterator[None]:
+) -> Iterator[int]:
     """Run one program to its HALT.
 
     Args:
@@ -31,14 +31,14 @@ def run(
         ready: whether a RECV's message has arrived.
 
     Yields:
-        whenever a RECV has to wait for another chip.
+        the records dispatched so far, whenever a RECV has to wait for another chip: waiting without progress shows.
 
     Raises:
         RuntimeFault: SIM_STEP_CAP, SIM_DIVISION.
     """
     regs = [0] * REGISTERS
     counts: list[int] = []
-    iterations = 0
+    iterations = done = 0
     pc = 0
     loop, end, salu, csrr, op_sload, recv, halt = Op.LOOP, Op.END, Op.SALU, Op.CSRR, Op.SLOAD, Op.RECV, Op.HALT
     code, partner, ops, scalars = program.ins, program.partner, program.ops, program.scalars
@@ -46,9 +46,10 @@ def run(
         op = ops[pc]
         if op >= 8:
             f = dispatch[pc]
+            done += 1
             if op == recv:
                 while not ready(code[pc]):
-                    yield
+                    yield done
             if f is not None:
                 f(regs)
         elif op == salu:

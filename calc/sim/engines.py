@@ -196,6 +196,8 @@ def _vreduce(ins: Ins, mem: FastMemory) -> Run:
 
     def run(regs: Regs) -> None:
         s = shape(regs)
+        if s[-1] <= 0:
+            return  # nothing to reduce: what dst holds stays
         r = fn(wide(a(regs, s)))
         dst(regs, s[:-1])[...] = r
 

@@ -33,26 +33,26 @@ def csr_file(values: Mapping[str, Sequence[int]]) -> list[int]:
     return out
 
 
-def interleave(runs: Mapping[int, Iterator[None]]) -> None:
+def interleave(runs: Mapping[int, Iterator[int]]) -> None:
     """Run the chips' programs until all have halted; each runs until it waits for a message.
 
     Raises:
-        RuntimeFault: SIM_LINK_DEADLOCK when every chip waits.
+        RuntimeFault: SIM_LINK_DEADLOCK when every chip waits and none has moved.
     """
     pending = dict(runs)
-    stuck = 0
+    before: dict[int, int] = {}
     while pending:
+        now: dict[int, int] = {}
         for chip in list(pending):
             try:
-                next(pending[chip])
-                stuck += 1
+                now[chip] = next(pending[chip])
             except StopIteration:
                 del pending[chip]
-                stuck = 0
-        if stuck > 2 * len(pending):
+        if pending and now == before:
             raise RuntimeFault(
                 Problem("SIM_LINK_DEADLOCK", f"chips {sorted(pending)}", "wait for messages that nobody sends")
             )
+        before = now
 
 
 class LoadedProgram:

@@ -161,11 +161,11 @@ class Device:
                 "kv_slot": [*step.slots, *[0] * pad],
             }
         )
-        self._write(sub.inputs[0], ids)
+        self._write(_named(sub.inputs, "input_ids"), ids)
         with threadpool_limits(1):
             # one BLAS thread: the order of sums, and so every bit, is the same on every machine of a kind
             self._program(sub).run(csr)
-        return self._read(sub.outputs[0])
+        return self._read(_named(sub.outputs, "logits"))
 
     def prefill(self, tokens: Sequence[int], *, past: int = 0, slot: int = 0) -> NDArray[np.float32]:
         """Run a prompt, in chunks if need be; logits f32 [V] of its last token."""
@@ -245,3 +245,13 @@ class Device:
         assert desc.at.chip is not None and desc.at.offset is not None
         mem = self.machine.memories[desc.at.chip]
         return mem.host_read(desc.at.offset, DTYPES[desc.dtype], desc.shape).astype(np.float32)
+
+
+def _named(tensors: Sequence[TensorDesc], name: str) -> TensorDesc:
+    """A tensor by its semantic name, never by its place in a list."""
+    for t in tensors:
+        if t.name == name:
+            return t
+    raise RuntimeFault(
+        Problem("NO_SUCH_TENSOR", name, "the sub-model has no such tensor", ", ".join(t.name for t in tensors), name)
+    )

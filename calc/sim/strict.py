@@ -171,7 +171,7 @@ class StrictMemory(FastMemory):
                     Problem(
                         "SIM_RACE",
                         self.where,
-                        f"{'writes' if write else 'reads'} what {Engine(other).name} has {verb}, with no semaphore in between",
+                        f"{'writes' if write else 'reads'} what {Engine(other).name} has {verb}, without a semaphore",
                         got=f"byte {int(cells[np.argmax(late[other])]) * GRANULE}",
                         hint="a WAIT or a SIGNAL is missing, or two buffers overlap",
                     )
