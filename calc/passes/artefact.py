@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -39,7 +39,7 @@ from calc.calbin.manifest import (
 )
 from calc.calbin.writer import CalbinWriter, SectionWriter
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
-from calc.core.numerics import bf16_loss, to_bf16
+from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
 from calc.core.spec import ModelSpec
 from calc.core.target import Target

@@ -16,6 +16,7 @@ from calc.kernels.base import Scheme
 from calc.passes.base import Graph
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Provider, Replayed, replay
+from calc.passes.finite import Finite
 from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights, max_abs
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
@@ -37,16 +38,25 @@ class LadderRun:
     before: dict[Variant, Replayed] = field(default_factory=dict)
 
     def replay(self, values: Values, schemes: Schemes, groups: Groups, stage: str, progress: Progress) -> Replayed:
-        """Run the golden tokens through the graphs as they are now."""
+        """Run the golden tokens through the graphs as they are now.
+
+        Raises:
+            ModelError: MODEL_NOT_FINITE for each checkpoint tensor with such a value, when the weights are read as they
+                are stored.
+        """
         todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
         graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
         count = iter(range(1 << 30))
-        return replay(
+        finite = Finite()
+        provider = self._provider(values, schemes, groups)
+        result = replay(
             graphs,
-            self._provider(values, schemes, groups),
+            _checked(provider, finite) if values == "raw" else provider,
             todo,
             lambda s: progress(f"ladder: {stage}", next(count), 0),
         )
+        finite.raise_if_any()
+        return result
 
     @staticmethod
     def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
@@ -71,7 +81,7 @@ class LadderRun:
         got = replay({v.name: g}, self._provider("fp32", {}, {}), [replace(call, past=0)])
         before = self.before.get(v)
         if before is not None:
-            diff = max_abs([got.logits, *got.keys], [before.logits, *before.keys])
+            diff = max_abs([got.logits, *got.keys, *got.values], [before.logits, *before.keys, *before.values])
             gate = self.ladder.fp32_gate(before)
             if not diff <= gate:
                 raise VerificationError(
@@ -108,3 +118,17 @@ class LadderRun:
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"
         self.ladder.finish(last)
+
+
+def _checked(provider: Provider, finite: Finite) -> Provider:
+    """The same weights, each checked when it is read first."""
+    seen = set[str]()
+
+    def get(graph: Graph, name: str) -> NDArray[np.generic]:
+        data = provider(graph, name)
+        if name not in seen:
+            seen.add(name)
+            finite.check(", ".join(graph.weights[name].sources) or name, data)
+        return data
+
+    return get
