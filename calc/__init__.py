@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from calc.api import (
         BenchReport,
         Calbin,
+        CalcError,
         CompileOptions,
         CompileReport,
         Generation,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BenchReport",
     "Calbin",
+    "CalcError",
     "CompileOptions",
     "CompileReport",
     "Generation",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from calc.api.bench import BenchReport, bench
 from calc.api.session import Generation, Sampling, Session
 from calc.calbin.reader import Calbin, open_calbin
+from calc.core.errors import CalcError
 from calc.core.options import CompileOptions, CompileReport, Progress, no_progress
 from calc.sim.verify import VerifyReport
 from calc.sim.verify import verify as _verify
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BenchReport",
     "Calbin",
+    "CalcError",
     "CompileOptions",
     "CompileReport",
     "Generation",

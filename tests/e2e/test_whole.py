@@ -149,7 +149,12 @@ def test_same_bytes_whatever_the_surroundings(tmp_path, moe_model):
             "import calc, sys; calc.compile(sys.argv[1], sys.argv[2], "
             f"calc.CompileOptions(prefill=(16,), batch=(1, 4), max_seq_len=48, quant='w4a16', jobs={jobs}))"
         )
-        env = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C" if seed == "1" else "C.UTF-8", "PYTHONPATH": str(ROOT)}
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "LC_ALL": "C" if seed == "1" else "C.UTF-8",
+            "PYTHONPATH": str(ROOT),
+        }
         subprocess.run([sys.executable, "-c", code, str(moe_model), str(out)], check=True, cwd=where, env=env)
         digests.append(out.read_bytes())
     assert digests[0] == digests[1]
