@@ -120,7 +120,7 @@ class TileCache:
         return tile
 
 
-def out_of_bounds(chip: int, op: Operand, address: int, nbytes: int, limit: int) -> RuntimeFault:
+def out_of_bounds(chip: int, op: Operand, address: int, shape: tuple[int, ...], limit: int) -> RuntimeFault:
     """The fault of an access outside a memory."""
     return RuntimeFault(
         Problem(
@@ -128,7 +128,7 @@ def out_of_bounds(chip: int, op: Operand, address: int, nbytes: int, limit: int)
             f"chip {chip} {Space(op.space).name}",
             "an access lies outside the memory",
             expected=f"0..{limit}",
-            got=f"{address}..{address + nbytes}",
+            got=f"{shape} of {DType(op.dtype).name} at {address}, steps {op.steps}",
         )
     )
 
@@ -177,7 +177,7 @@ class FastMemory:
         a = address - self.split
         if a < 0 or a + nbytes > len(self.dynamic):
             op = Operand(Space.DRAM, DType.U8, address, (), ())
-            raise out_of_bounds(self.chip, op, address, nbytes, self.split + len(self.dynamic))
+            raise out_of_bounds(self.chip, op, address, (nbytes,), self.split + len(self.dynamic))
         return self.dynamic[a : a + nbytes]
 
     def begin(self, engine: int, pc: int) -> None:
@@ -226,21 +226,28 @@ class FastMemory:
 
     def _view(self, op: Operand) -> Access:
         dt, steps, base, terms = NP[op.dtype], op.steps, op.base, op.terms
-        sram, shard, dynamic, split = self.sram, self.shard, self.dynamic, self.split
+        sram, shard, dynamic, split, chip = self.sram, self.shard, self.dynamic, self.split, self.chip
 
         def sram_view(regs: Regs, shape: tuple[int, ...]) -> NDArray[np.generic]:
             a = base
             for r, s in terms:
                 a += regs[r] * s
-            return np.ndarray(shape, dt, sram, a, steps[: len(shape)])
+            try:
+                return np.ndarray(shape, dt, sram, a, steps[: len(shape)])
+            except (ValueError, TypeError) as e:
+                # numpy refuses a view that leaves its buffer
+                raise out_of_bounds(chip, op, a, shape, len(sram)) from e
 
         def dram_view(regs: Regs, shape: tuple[int, ...]) -> NDArray[np.generic]:
             a = base
             for r, s in terms:
                 a += regs[r] * s
-            if a < split:
-                return np.ndarray(shape, dt, shard, a, steps[: len(shape)])
-            return np.ndarray(shape, dt, dynamic, a - split, steps[: len(shape)])
+            try:
+                if a < split:
+                    return np.ndarray(shape, dt, shard, a, steps[: len(shape)])
+                return np.ndarray(shape, dt, dynamic, a - split, steps[: len(shape)])
+            except (ValueError, TypeError) as e:
+                raise out_of_bounds(chip, op, a, shape, split + len(dynamic)) from e
 
         return sram_view if op.space == Space.SRAM else dram_view
 
