@@ -23,7 +23,7 @@ from calc.core.tensors import ArrayTensor, ShapeOnlyTensor, TensorRef
 from calc.core.variant import Variant
 from calc.kernels.base import Call, Numerics
 from calc.passes.artefact import Compiled, golden_arrays, write
-from calc.passes.base import Graph
+from calc.passes.base import Graph, Rule
 from calc.passes.calls import bind_functions, bind_schemes, calls
 from calc.passes.execute import Replayed
 from calc.passes.inventory import InventoryReport, report, take_stock
@@ -291,7 +291,7 @@ def _fuse(g: Graph, ladder: LadderRun | None, progress: Progress) -> list[Call]:
         progress(f"pass {p.name}", i + 1, len(passes))
         if changed and ladder is not None:
             ladder.after_pass(g, p.name)
-    return calls(g)
+    return calls(g, [r for p in passes if isinstance(p, Rule) for r in p.refusals])
 
 
 def _calls_of(g: Graph) -> list[Call]:

@@ -35,6 +35,10 @@ class Graph:
         return None if value is None or value.name is None else self.weights.get(value.name)
 
 
+class UnknownShapeError(InternalError):
+    """A value has no static shape. The exporter gives every value one; a graph made by other means may not."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a place in the graph did not fuse: data, not a log line."""
@@ -72,7 +76,10 @@ class Rule(Pass):
         for node in list(g.model.graph):
             if node.graph is None or (node.domain, node.op_type) != self.anchor:
                 continue
-            reason = self.rewrite(g, node)
+            try:
+                reason = self.rewrite(g, node)
+            except UnknownShapeError as e:
+                reason = str(e)
             if reason is None:
                 done += 1
             else:
@@ -119,10 +126,10 @@ def dims(value: ir.Value) -> tuple[int, ...]:
     """Static dimensions.
 
     Raises:
-        InternalError: an unknown or symbolic dimension (variants are static).
+        UnknownShapeError: an unknown or symbolic dimension (variants are static).
     """
     if value.shape is None or any(not isinstance(d, int) for d in value.shape):
-        raise InternalError(f"value {value.name} has no static shape: {value.shape}")
+        raise UnknownShapeError(f"value {value.name} has no static shape: {value.shape}")
     return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
 
 

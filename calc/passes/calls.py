@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from calc.core.errors import Problems, UnsupportedError
@@ -9,7 +11,7 @@ from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Attr, Call, Kernel, Numerics
 from calc.kernels.functions import OPSET, function_proto
-from calc.passes.base import Graph, attr, dims, new_weight
+from calc.passes.base import Graph, Refusal, UnknownShapeError, attr, dims, new_weight
 
 
 def node_attrs(node: ir.Node) -> dict[str, Attr]:
@@ -17,8 +19,12 @@ def node_attrs(node: ir.Node) -> dict[str, Attr]:
     return {k: attr(node, k, 0) for k in node.attributes}
 
 
-def calls(g: Graph) -> list[Call]:
+def calls(g: Graph, refusals: Iterable[Refusal] = ()) -> list[Call]:
     """Every node as a kernel call, in topological order.
+
+    Args:
+        g: the fused graph.
+        refusals: why the fusions did not take nodes in, for the errors.
 
     Raises:
         UnsupportedError: OP_UNSUPPORTED for each node that no kernel computes, with the module it comes from, and
@@ -27,6 +33,9 @@ def calls(g: Graph) -> list[Call]:
     out: list[Call] = []
     problems = Problems()
     kernels = registry()
+    reasons: dict[str, list[str]] = {}
+    for r in refusals:
+        reasons.setdefault(r.node, []).append(f"{r.rule}: {r.reason}")
     for node in g.model.graph:
         where = node.metadata_props.get("calc.scope", node.name or "?")
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
@@ -34,12 +43,21 @@ def calls(g: Graph) -> list[Call]:
             problems.add(
                 "OP_UNSUPPORTED",
                 where,
-                f"no NPU kernel computes {node.domain + '.' if node.domain else ''}{node.op_type} here",
+                "; ".join(
+                    [
+                        f"no NPU kernel computes {node.domain + '.' if node.domain else ''}{node.op_type} here",
+                        *reasons.get(node.name or "?", []),
+                    ]
+                ),
                 got=", ".join(f"{v.name} {v.shape}" for v in node.inputs if v is not None),
                 hint="`calc inventory` lists every op with its class and why it did not fuse",
             )
             continue
-        call = make_call(node, kernel)
+        try:
+            call = make_call(node, kernel)
+        except UnknownShapeError as e:
+            problems.add("OP_UNSUPPORTED", where, f"{node.op_type} cannot run on the NPU", got=str(e))
+            continue
         for reason in kernel.refusals(call):
             problems.add("OP_CONSTRAINT", where, f"{node.op_type} cannot run on the NPU", got=reason)
         out.append(call)

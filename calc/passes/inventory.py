@@ -16,7 +16,7 @@ import onnx_ir as ir
 from calc.core.spec import Frozen
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN
-from calc.passes.base import Graph, Refusal, Rule
+from calc.passes.base import Graph, Refusal, Rule, UnknownShapeError
 from calc.passes.calls import make_call
 from calc.passes.order import fusion_passes
 
@@ -114,7 +114,8 @@ def take_stock(name: str, g: Graph) -> GraphInventory:
         name: for the report.
         g: the exported graph; weights may be known by shape alone.
     """
-    before = {id(n): _describe(g, n) for n in g.model.graph}
+    nodes = list(g.model.graph)  # held, so that no new node gets the id of one that is gone
+    before = {id(n): _describe(g, n) for n in nodes}
     refusals: dict[str, list[Refusal]] = {}
     for p in fusion_passes():
         p.run(g)
@@ -135,8 +136,12 @@ def take_stock(name: str, g: Graph) -> GraphInventory:
     for node in g.model.graph:
         if node.domain == DOMAIN and node.op_type in kernels:
             kernel = kernels[node.op_type]
-            call = make_call(node, kernel)
             d = _describe(g, node)
+            try:
+                call = make_call(node, kernel)
+            except UnknownShapeError as e:
+                _add(rows, "unsupported", d, [Finding(where=d.where, reason=str(e))])
+                continue
             seq = call.shapes[call.outputs[0]]
             rows_of = seq[0] * (seq[1] if len(seq) == 3 else 1)
             work = kernel.work(call, rows_of, rows_of)
