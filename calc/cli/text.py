@@ -24,9 +24,9 @@ def count(n: float) -> str:
     i, x = 0, float(n)
     if abs(x) < 10_000:
         return f"{x:.0f}"
-    while abs(x) >= 1000 and i < len(_DECIMAL) - 1:
+    while abs(x) >= 999.5 and i < len(_DECIMAL) - 1:
         i, x = i + 1, x / 1000
-    return f"{x:.3g}{_DECIMAL[i]}" if x < 1000 else f"{x:.0f}{_DECIMAL[i]}"
+    return f"{x:.3g}{_DECIMAL[i]}" if abs(x) < 999.5 else f"{x:.0f}{_DECIMAL[i]}"
 
 
 def ms(seconds: float) -> str:
