@@ -114,6 +114,7 @@ class LadderRun:
         if set(schemes.values()) != {"bf16"}:
             for v in (self.prefill, self.decode):
                 bind_functions(graphs[v], "npu")
+            Weights(graphs[self.prefill].weights, schemes, groups).check_steps()
             self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"

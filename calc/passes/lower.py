@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from calc.core.errors import CapacityError, Problem
 from calc.core.isa import ITEMSIZE, DType, Engine, Op, Space
 from calc.core.target import Target
 from calc.core.variant import Variant
@@ -63,7 +64,7 @@ def lower(
         A program for each chip.
 
     Raises:
-        CapacityError: SRAM_TOO_SMALL for the first chip whose activations do not fit.
+        CapacityError: SRAM_TOO_SMALL for each chip whose activations do not fit.
     """
     parts = {}
     for chip, mem in chips.items():
@@ -88,7 +89,16 @@ def lower(
             kernels[call.op].lower(low, call)
         for value in call.outputs:
             producer[value] = chip
-    return {chip: _finish(low, variant, chip, target) for chip, low in parts.items()}
+    out: dict[int, ChipProgram] = {}
+    problems: list[Problem] = []
+    for chip, low in parts.items():
+        try:
+            out[chip] = _finish(low, variant, chip, target)
+        except CapacityError as e:
+            problems += e.problems
+    if problems:
+        raise CapacityError(problems)
+    return out
 
 
 def _transfer(src: Lowering, dst: Lowering, value: str, home: int, chip: int) -> None:

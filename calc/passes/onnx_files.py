@@ -47,7 +47,7 @@ def load_graph(path: Path) -> Graph:
         ModelError: ONNX_UNREADABLE.
     """
     try:
-        model = ir.load(path)
+        model = ir.load(path, format="protobuf")
     except (OSError, DecodeError, ValueError) as e:
         raise ModelError(Problem("ONNX_UNREADABLE", str(path), "not a readable ONNX file", got=str(e))) from e
     if any(v.shape is None for n in model.graph for v in n.outputs):

@@ -7,7 +7,7 @@ outputs (shared by all sub-models). Every range starts on the target's alignment
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -148,7 +148,7 @@ def place(  # noqa: PLR0913, PLR0917 - everything that has a place
     rows = align(max_seq_len, KV_ROW_MULTIPLE)
     io_bytes = max(io_buffers(v, spec.vocab, 0)[1] for v in variants)
     chips, kv_bytes, dynamic = {}, {}, {}
-    problems = []
+    problems: list[tuple[int, Problem]] = []
     for chip, items in placed.items():
         shard = align(end[chip], 4096)  # a chip without work has none
         kv, at = _kv(spec, layer_chip, chip, shard, rows, slots)
@@ -156,36 +156,42 @@ def place(  # noqa: PLR0913, PLR0917 - everything that has a place
         dynamic[chip] = align(kv_bytes[chip] + io_bytes, 4096)
         need = shard + dynamic[chip]
         if need > target.dram_bytes:
-            problems.append(_too_small(chip, need, shard, kv_bytes[chip], io_bytes, target, max_seq_len, slots))
+            what = (
+                f"{need}: weights {shard}, KV {kv_bytes[chip]} ({slots} slots of {max_seq_len} tokens), io {io_bytes}"
+            )
+            fits = _tokens_that_fit(target.dram_bytes - shard, kv_bytes[chip] // rows, io_bytes)
+            problems.append((fits, _too_small(chip, need, what, target)))
         handles = {n: p.handle for n, p in items.items()}
         # inputs and outputs are laid out per sub-model at lowering time, from the same base
         chips[chip] = ChipMemory(handles, shard, kv, {"io": Buffer("io", Space.DRAM, io_bytes, base=at)})
     if problems:
-        raise CapacityError(problems)
+        hint = _what_fits(min(fits for fits, _ in problems), max(v.seq for v in variants))
+        raise CapacityError([replace(p, hint=hint) for _, p in problems])
     return Placement(
         layer_chip, chips, {c: tuple(p.values()) for c, p in placed.items()}, kv_bytes, io_bytes, dynamic, rows, slots
     )
 
 
-def _too_small(
-    chip: int, need: int, shard: int, kv: int, io: int, target: Target, max_seq_len: int, slots: int
-) -> Problem:
-    room = target.dram_bytes - shard - io
-    per_token = max(1, kv // max_seq_len)
-    fits = max(0, room // per_token // KV_ROW_MULTIPLE * KV_ROW_MULTIPLE)
-    hint = (
-        f"--max-seq-len {fits} would fit"
-        if fits > 0
-        else "the weights alone do not fit: use a smaller scheme (--quant) or more chips"
-    )
+def _too_small(chip: int, need: int, what: str, target: Target) -> Problem:
     return Problem(
         "DRAM_TOO_SMALL",
         f"chip {chip}",
         f"{need - target.dram_bytes} bytes more DRAM are needed than the target has",
         f"at most {target.dram_bytes}",
-        f"{need}: weights {shard}, KV {kv} ({slots} slots of {max_seq_len} tokens), inputs and outputs {io}",
-        hint,
+        what,
     )
+
+
+def _tokens_that_fit(room: int, per_token: int, io: int) -> int:
+    """The KV capacity that the memory beside the shard has room for."""
+    return max(0, (room // 4096 * 4096 - io) // max(1, per_token) // KV_ROW_MULTIPLE * KV_ROW_MULTIPLE)
+
+
+def _what_fits(tokens: int, bucket: int) -> str:
+    if not tokens:
+        return "the weights alone do not fit: use a smaller scheme (--quant) or more chips"
+    smaller = f" with --prefill {tokens}" if tokens < bucket else ""
+    return f"--max-seq-len {tokens}{smaller} would fit"
 
 
 def _kv(
@@ -251,11 +257,18 @@ def _layer_bytes(
 ) -> list[int]:
     n = len(spec.layers)
     out = [0] * (n + 2)
+    problems: dict[str, Problem] = {}
     for call in calls:
         at = call.layer + 1 if call.layer is not None else n + 1 if call.op in ("LmHead", "RmsNorm") else 0
         for formal in registry()[call.op].weights(call.attrs):
             name = call.inputs[formal]
-            out[at] += weight_handle(call, formal, schemes.get(name, "bf16"), groups.get(name, 0), target, 0).nbytes
+            scheme, group = schemes.get(name, "bf16"), groups.get(name, 0)
+            try:
+                out[at] += weight_handle(call, formal, scheme, group, target, 0).nbytes
+            except CapacityError as e:
+                problems[name] = e.problems[0]
+    if problems:
+        raise CapacityError(problems.values())
     return out
 
 

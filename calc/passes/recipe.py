@@ -63,7 +63,7 @@ def load_recipe(text: str) -> Recipe:
         )
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as e:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise UsageError(Problem("RECIPE_INVALID", text, "not valid TOML", got=str(e))) from e
     except ValidationError as e:
         raise UsageError(
