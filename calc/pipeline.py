@@ -89,10 +89,15 @@ def compile_model(
     slots = max(v.batch for v in variants)
     refs = graphs[variants[0]].weights
     placement = place(spec, first, refs, schemes, groups, target, variants, context, slots)
-    programs = {
-        v: _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants))
-        for i, v in enumerate(variants)
-    }
+    programs: dict[Variant, dict[int, ChipProgram]] = {}
+    problems: list[Problem] = []
+    for i, v in enumerate(variants):
+        try:
+            programs[v] = _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants))
+        except CapacityError as e:
+            problems += e.problems
+    if problems:
+        raise CapacityError(problems)
     costs = {v: cost(programs[v], v, _full_past(v, context), target) for v in variants}
     compiled = Compiled(
         spec=spec,

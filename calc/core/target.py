@@ -19,31 +19,43 @@ TARGET_DIR = Path(__file__).resolve().parent.parent / "targets"
 class Quantity(Frozen):
     """A number about hardware: `status` says whether it was measured, derived from a measurement or assumed."""
 
-    value: float
+    value: float = Field(ge=0, allow_inf_nan=False)
     unit: str
     status: Literal["measured", "published", "derived", "assumed"]
     source: str
 
 
+class Positive(Quantity):
+    """A rate: never zero."""
+
+    value: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Whole(Quantity):
+    """A count of bytes, slots or rows."""
+
+    value: float = Field(ge=1, multiple_of=1, allow_inf_nan=False)
+
+
 class Memory(Frozen):
     """Capacities per chip."""
 
-    sram: Quantity
-    dram: Quantity
-    alignment: Quantity
+    sram: Whole
+    dram: Whole
+    alignment: Whole
 
 
 class Rates(Frozen):
     """Throughput of one chip's engines."""
 
-    clock: Quantity
-    mac_int8: Quantity
-    mac_bf16: Quantity
-    mac_f32: Quantity
-    vector: Quantity
-    vector_special: Quantity
-    dram: Quantity
-    link: Quantity
+    clock: Positive
+    mac_int8: Positive
+    mac_bf16: Positive
+    mac_f32: Positive
+    vector: Positive
+    vector_special: Positive
+    dram: Positive
+    link: Positive
 
 
 class Costs(Frozen):
@@ -60,10 +72,10 @@ class Costs(Frozen):
 class Tiling(Frozen):
     """The compiler's choices for this chip."""
 
-    weight_tile: Quantity
-    weight_ring: Quantity
-    row_multiple: Quantity
-    score_tile: Quantity
+    weight_tile: Whole
+    weight_ring: Whole
+    row_multiple: Whole
+    score_tile: Whole
 
 
 class Target(Frozen):
@@ -130,8 +142,9 @@ def load_target(name: str) -> Target:
     Raises:
         UsageError: TARGET_UNKNOWN, TARGET_INVALID.
     """
-    path = Path(name) if name.endswith(".toml") else TARGET_DIR / f"{name}.toml"
-    if not path.is_file():
+    is_file = name.endswith(".toml")
+    path = Path(name) if is_file else TARGET_DIR / f"{name}.toml"
+    if not (path.is_file() if is_file else name in target_names()):
         raise UsageError(
             Problem(
                 "TARGET_UNKNOWN",
@@ -141,4 +154,8 @@ def load_target(name: str) -> Target:
                 hint="or the path of a .toml",
             )
         )
-    return parse_target(path.read_text(encoding="utf-8"), str(name))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(Problem("TARGET_INVALID", name, "cannot be read as text", got=str(e))) from e
+    return parse_target(text, name)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.errors import InternalError
+from calc.core.errors import InternalError, ModelError, Problem
 
 DTYPES: dict[str, np.dtype[np.generic]] = {
     "f64": np.dtype(np.float64),
@@ -78,15 +78,38 @@ class FileTensor(TensorRef):
     def rows(self, start: int, stop: int) -> NDArray[np.generic]:
         dt = DTYPES[self.dtype]
         inner = int(np.prod(self.shape[1:], dtype=np.int64))
-        with self.path.open("rb") as f:
-            f.seek(self.offset + start * inner * dt.itemsize)
-            flat = np.fromfile(f, dtype=dt, count=(stop - start) * inner)
+        flat = self._values(self.offset + start * inner * dt.itemsize, (stop - start) * inner)
         return flat.reshape(stop - start, *self.shape[1:])
 
     def read(self) -> NDArray[np.generic]:
         if self.shape:
             return self.rows(0, self.shape[0])
-        return np.fromfile(self.path, dtype=DTYPES[self.dtype], count=1, offset=self.offset).reshape(())
+        return self._values(self.offset, 1).reshape(())
+
+    def _values(self, offset: int, count: int) -> NDArray[np.generic]:
+        """Values from a byte of the file on.
+
+        Raises:
+            ModelError: MODEL_UNREADABLE when the file is gone or has become shorter since it was checked.
+        """
+        try:
+            flat = np.fromfile(self.path, dtype=DTYPES[self.dtype], count=count, offset=offset)
+        except OSError as e:
+            raise self._unreadable(e.strerror or str(e)) from e
+        if flat.size != count:
+            raise self._unreadable(f"{flat.size} of {count} values from byte {offset} on")
+        return flat
+
+    def _unreadable(self, got: str) -> ModelError:
+        return ModelError(
+            Problem(
+                "MODEL_UNREADABLE",
+                f"{self.path}: {', '.join(self.sources)}",
+                "the tensor cannot be read any more",
+                got=got,
+                hint="did something change the checkpoint meanwhile?",
+            )
+        )
 
 
 @dataclass(frozen=True)

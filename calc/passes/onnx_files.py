@@ -106,7 +106,7 @@ def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
     """
     try:
         model_spec = ModelSpec.model_validate_json(spec.read_text(encoding="utf-8"), strict=True)
-    except (OSError, ValidationError) as e:
+    except (OSError, UnicodeDecodeError, ValidationError) as e:
         raise ModelError(Problem("SPEC_INVALID", str(spec), "not a readable model_spec.json", got=str(e)[:500])) from e
     graphs: dict[Variant, ir.Model] = {}
     weights: dict[str, TensorRef] = {}

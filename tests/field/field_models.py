@@ -40,8 +40,8 @@ def target(path: Path, *, base: str = "calculet-2chip", **changes: float) -> str
         if key == "chips":
             text, n = re.subn(r"(?m)^chips = \d+$", f"chips = {value}", text)
         else:
-            section = re.escape(key)
-            text, n = re.subn(rf"(?m)(^\[\w+\.{section}\]\nvalue = ).*$", rf"\g<1>{float(value)!r}", text)
+            section = rf"memory\.{key}" if key in ("sram", "dram") else rf"\w+\.{key}"
+            text, n = re.subn(rf"(?m)(^\[{section}\]\nvalue = ).*$", rf"\g<1>{float(value)!r}", text)
         assert n == 1, key
     path.write_text(text)
     return str(path)
