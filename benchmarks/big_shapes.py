@@ -77,7 +77,7 @@ print(f"{stock.nodes} nodes, {stock.fused} after fusion, unsupported: {bad or 'n
 PLAN = """
 import json, sys, calc
 options = calc.CompileOptions(
-    target="calculet-2chip", quant=sys.argv[2], prefill=(128,), batch=(1, 4), max_seq_len=int(sys.argv[3])
+    target="calculet-2chip", quant=sys.argv[2], prefill=(27, 128), batch=(1, 4), max_seq_len=int(sys.argv[3])
 )
 r = calc.compile(sys.argv[1], None, options)
 print(r.model_dump_json())

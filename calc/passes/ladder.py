@@ -52,8 +52,9 @@ STEP_SLACK = 1.01
 
 ORDER_FACTOR, ORDER_FLOOR = 2.0, 1e-3
 """Two executors of one numerics contract differ by the order of FP32 sums. Where that crosses a BF16 rounding boundary
-the difference becomes one BF16 step, and over many layers both runs end up as far from each other as each is from
-FP32. So the program's gate is this factor times what the bf16 rung measured on the same model, at least the floor."""
+the difference becomes one BF16 step (or one int8 step of an activation), and over many layers both runs end up as far
+from each other as rounding the activations took each from FP32. So the program's gate is this factor times what the
+bf16 rung measured on the same model, or the quantized rung where activations are int8; at least the floor."""
 
 WHY = {
     "bf16": "BF16 keeps 8 bits of every stored value",
@@ -139,6 +140,7 @@ class Ladder:
 
     rungs: list[Rung] = field(default_factory=list)
     quant_gate: float = max(QUANT_GATES.values())
+    int8_activations: bool = False
     results: dict[str, Replayed] = field(default_factory=dict)
 
     def start(self, name: str, result: Replayed) -> None:
@@ -189,7 +191,7 @@ class Ladder:
 
     def finish(self, reference: str) -> None:
         """Add the last rung, which `calc verify` climbs."""
-        measured = next(r for r in self.rungs if r.name == "bf16")
+        measured = next(r for r in self.rungs if r.name == (reference if self.int8_activations else "bf16"))
         gate_logits, gate_kv = (max(ORDER_FLOOR, ORDER_FACTOR * (x or 0.0)) for x in (measured.logits, measured.kv))
         why = WHY["program"]
         self.rungs.append(

@@ -118,6 +118,7 @@ class LadderRun:
             self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"
+            self.ladder.int8_activations = "w8a8" in schemes.values()
         self.ladder.finish(last)
 
 

@@ -67,15 +67,17 @@ class Device:
         """Decode sub-models by ascending batch."""
         return sorted((s for s in self.manifest.submodels if s.role == "decode"), key=lambda s: s.batch)
 
-    def plan_prefill(self, tokens: Sequence[int], past: int, slot: int) -> list[Step]:
+    def plan_prefill(self, tokens: Sequence[int], past: int, slot: int, bucket: int | None = None) -> list[Step]:
         """Split a prompt over prefill buckets: the largest while it is filled, then the smallest that holds the rest.
+
+        `bucket` restricts the choice to one.
 
         Raises:
             CapacityError: PROMPT_TOO_LONG when past and prompt exceed the KV capacity.
             RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE, PAST_RANGE.
         """
         self._check_prompt(tokens, past, slot)
-        buckets = self.prefill_buckets
+        buckets = [s for s in self.prefill_buckets if bucket in (None, s.seq)]
         if not buckets:
             # a decode-only artefact takes the prompt token by token
             one = self.decode_batches[0]
@@ -167,10 +169,12 @@ class Device:
             self._program(sub).run(csr)
         return self._read(_named(sub.outputs, "logits"))
 
-    def prefill(self, tokens: Sequence[int], *, past: int = 0, slot: int = 0) -> NDArray[np.float32]:
+    def prefill(
+        self, tokens: Sequence[int], *, past: int = 0, slot: int = 0, bucket: int | None = None
+    ) -> NDArray[np.float32]:
         """Run a prompt, in chunks if need be; logits f32 [V] of its last token."""
         logits: NDArray[np.float32] | None = None
-        for step in self.plan_prefill(tokens, past, slot):
+        for step in self.plan_prefill(tokens, past, slot, bucket):
             logits = self.run(step)[0]
         assert logits is not None
         return logits
