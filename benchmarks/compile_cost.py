@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 
 
 def truncated(model: Path, layers: int, out: Path) -> None:
@@ -34,7 +34,7 @@ def truncated(model: Path, layers: int, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
     kept = {}
     for shard in sorted(model.glob("*.safetensors")):
-        with safe_open(shard, "numpy") as f:
+        with safe_open(shard, "pt") as f:
             for name in list(f.keys()):
                 parts = name.split(".")
                 if "layers" not in parts or int(parts[parts.index("layers") + 1]) < layers:
