@@ -139,6 +139,43 @@ def made_by(value: ir.Value | None, *ops: str, domain: str = "") -> ir.Node | No
     return node if node is not None and node.domain == domain and node.op_type in ops else None
 
 
+def offset_from(value: ir.Value | None, source: ir.Value) -> np.ndarray | None:
+    """What index arithmetic adds to `source` on the way to a value; None if the value is computed in another way."""
+    total = np.zeros((), np.int64)
+    while value is not source:
+        node = made_by(value, "Add", "Sub", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", "Max", "Clip")
+        if node is None:
+            return None
+        value, other = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+        if node.op_type in ("Add", "Sub"):
+            added = constant(other)
+            if added is None and node.op_type == "Add":
+                added, value = constant(value), other
+            if added is None:
+                return None
+            total = total + (added if node.op_type == "Add" else -added)
+        elif node.op_type in ("Max", "Clip") and scalar(other) != 0:
+            return None
+    return np.asarray(total)
+
+
+def is_last_axis(node: ir.Node, rank: int) -> bool:
+    """Whether a node with an axis attribute works along the last of `rank` axes."""
+    a = node.attributes.get("axis")
+    return a is None or int(a.value) in (-1, rank - 1)
+
+
+def is_row_norm(g: Graph, node: ir.Node) -> bool:
+    """Whether an RMSNormalization is over the last axis with a checkpoint's weight, one value per column."""
+    gamma, shape = node.inputs[1], dims(node.outputs[0])
+    return (
+        gamma is not None
+        and g.weight(gamma) is not None
+        and dims(gamma) == shape[-1:]
+        and is_last_axis(node, len(shape))
+    )
+
+
 def sole_user(value: ir.Value) -> ir.Node | None:
     """The only consumer of a value that is no graph output."""
     users = value.consumers()

@@ -226,13 +226,13 @@ def _macs(node: ir.Node) -> int:
 
 def _leftover(node: ir.Node, d: _Described, refusals: dict[str, list[Refusal]]) -> tuple[str, list[Finding]]:
     """What to make of a node that no kernel took in."""
-    if node.op_type in FALLBACK and "calc.layer" not in node.metadata_props and not d.macs and _is_small(node):
-        return "cpu-fallback", [
-            Finding(where=d.where, reason="outside of the layers and small: the host can compute it")
-        ]
     reasons = [f"{r.rule}: {r.reason}" for r in refusals.get(node.name or "?", [])]
-    what = f"no kernel for {node.domain + '.' if node.domain else ''}{node.op_type} with inputs {d.shapes}"
-    return "unsupported", [Finding(where=d.where, reason="; ".join([what, *reasons]))]
+    if node.op_type in FALLBACK and "calc.layer" not in node.metadata_props and not d.macs and _is_small(node):
+        klass, what = "cpu-fallback", "outside of the layers and small: the host can compute it"
+    else:
+        klass = "unsupported"
+        what = f"no kernel for {node.domain + '.' if node.domain else ''}{node.op_type} with inputs {d.shapes}"
+    return klass, [Finding(where=d.where, reason="; ".join([what, *reasons]))]
 
 
 def _is_small(node: ir.Node) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
-from onnx_ir.passes.common import ShapeInferencePass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 from pydantic import ValidationError
 
 from calc.core.errors import DiskError, ModelError, Problem, Problems
@@ -50,6 +50,7 @@ def load_graph(path: Path) -> Graph:
         model = ir.load(path, format="protobuf")
     except (OSError, DecodeError, ValueError) as e:
         raise ModelError(Problem("ONNX_UNREADABLE", str(path), "not a readable ONNX file", got=str(e))) from e
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if any(v.shape is None for n in model.graph for v in n.outputs):
         ShapeInferencePass()(model)
     weights: dict[str, TensorRef] = {}

@@ -5,7 +5,19 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import Attr
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, ints, made_by, replace_value, sole_user
+from calc.passes.base import (
+    Graph,
+    Rule,
+    attr,
+    calc_node,
+    dims,
+    insert,
+    ints,
+    made_by,
+    offset_from,
+    replace_value,
+    sole_user,
+)
 
 
 class FuseAttentionKv(Rule):
@@ -26,15 +38,17 @@ class FuseAttentionKv(Rule):
         q, k, v = (_token_major(x) for x in (node.inputs[0], wk.inputs[1], wv.inputs[1]))
         if q is None or k is None or v is None:
             return "q, k or v are not split into heads by Reshape and Transpose"
-        merge = sole_user(node.outputs[0])
-        if merge is None or merge.op_type != "Transpose" or ints(merge, "perm") != (0, 2, 1, 3):
-            return "the heads are not merged by Transpose and Reshape"
-        flat = sole_user(merge.outputs[0])
-        if flat is None or flat.op_type != "Reshape" or len(dims(flat.outputs[0])) != 3:
+        flat = _merge(node)
+        if flat is None:
             return "the heads are not merged by Transpose and Reshape"
         past_k, past_v, past = wk.inputs[0], wv.inputs[0], wk.inputs[2]
-        assert past_k is not None and past_v is not None and past is not None
-        _, heads, _, head_dim = dims(node.inputs[0])  # type: ignore[arg-type]
+        assert past_k is not None and past_v is not None and node.inputs[0] is not None
+        _, heads, seq, head_dim = dims(node.inputs[0])
+        if past is None or past.name != "past_kv_cur_seq_len" or wv.inputs[2] is not past:
+            return "keys and values are not written at past_kv_cur_seq_len"
+        valid = offset_from(node.inputs[6], past)
+        if valid is None or valid.size != 1 or int(valid.reshape(())) != seq:
+            return "the valid keys are not past_kv_cur_seq_len and the call's own"
         left = int(attr(node, "left_window_size", -1))  # type: ignore[arg-type]
         attrs: dict[str, Attr] = {
             "heads": heads,
@@ -68,3 +82,12 @@ def _token_major(value: ir.Value | None) -> ir.Value | None:
         return None
     reshape = made_by(transpose.inputs[0], "Reshape")
     return None if reshape is None else reshape.inputs[0]
+
+
+def _merge(node: ir.Node) -> ir.Node | None:
+    """The Reshape that ends the merge of an attention's heads."""
+    merge = sole_user(node.outputs[0])
+    if merge is None or merge.op_type != "Transpose" or ints(merge, "perm") != (0, 2, 1, 3):
+        return None
+    flat = sole_user(merge.outputs[0])
+    return flat if flat is not None and flat.op_type == "Reshape" and len(dims(flat.outputs[0])) == 3 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.passes.base import Graph, Rule, calc_node, dims, insert, replace_value, scalar, sole_user
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, replace_value, scalar, sole_user
 
 
 class FuseEmbed(Rule):
@@ -15,8 +15,8 @@ class FuseEmbed(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         table, ids = node.inputs
-        if g.weight(table) is None or ids is None or ids.name != "input_ids":
-            return "not a lookup of input_ids in a weight"
+        if g.weight(table) is None or ids is None or ids.name != "input_ids" or attr(node, "axis", 0) != 0:
+            return "not a lookup of input_ids in the rows of a weight"
         assert table is not None
         out, last, scale = node.outputs[0], node, 1.0
         user = sole_user(out)

@@ -24,7 +24,7 @@ class FuseLinear(Rule):
         user = sole_user(out)
         if user is not None and user.op_type == "Add" and not user.domain:
             b = other_input(user, out)
-            if b is not None and g.weight(b) is not None and len(dims(b)) == 1:
+            if b is not None and g.weight(b) is not None and dims(b) == dims(out)[-1:]:
                 out, last, bias = user.outputs[0], user, b
         attrs = {"n": 1, "norm": 0, "bias": int(bias is not None), "add": 0, "eps": 0.0}
         ins = [x, w, *([bias] if bias is not None else [])]

@@ -10,7 +10,20 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN, Attr
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, replace_value, scalar, sole_user
+from calc.passes.base import (
+    Graph,
+    Rule,
+    attr,
+    calc_node,
+    dims,
+    insert,
+    is_row_norm,
+    made_by,
+    offset_from,
+    replace_value,
+    scalar,
+    sole_user,
+)
 
 
 class FuseLmHead(Rule):
@@ -21,11 +34,12 @@ class FuseLmHead(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         cur = next((v for v in g.model.graph.inputs if v.name == "cur_seq_len"), None)
-        if cur is None or not _reaches(node.inputs[1], cur):
-            return "the rows are not chosen by cur_seq_len"
+        row = None if cur is None else offset_from(node.inputs[1], cur)
+        if cur is None or row is None or row.size != 1 or int(row.reshape(())) != -1:
+            return "the rows are not chosen by cur_seq_len - 1"
         x, gamma, eps = node.inputs[0], None, 0.0
         norm = made_by(x, "RMSNormalization")
-        if norm is not None and g.weight(norm.inputs[1]) is not None:
+        if norm is not None and is_row_norm(g, norm):
             x, gamma, eps = norm.inputs[0], norm.inputs[1], float(attr(norm, "epsilon", 1e-5))  # type: ignore[arg-type]
         lin = sole_user(node.outputs[0])
         if lin is None or lin.domain != DOMAIN or lin.op_type != "Linear" or attr(lin, "bias", 0):
@@ -40,7 +54,7 @@ class FuseLmHead(Rule):
             if mul is None or mul.op_type != "Mul" or factor is None:
                 return "the logits are scaled, but not by a softcap"
             first = scalar(div.inputs[1])
-            if first is None or abs((first if div.op_type == "Div" else 1 / first) - factor) > 1e-6 * factor:
+            if not first or abs((first if div.op_type == "Div" else 1 / first) - factor) > 1e-6 * factor:
                 return "the softcap's two factors differ"
             cap, out, last = factor, mul.outputs[0], mul
         assert x is not None and w is not None
@@ -56,13 +70,3 @@ def sole_user_or_output(g: Graph, value: ir.Value) -> ir.Node | None:
     """The only consumer of a value."""
     users = value.consumers()
     return users[0] if len(users) == 1 else None
-
-
-def _reaches(value: ir.Value | None, source: ir.Value) -> bool:
-    """Whether a value is computed from `source` by index arithmetic alone."""
-    seen = 0
-    while value is not None and value is not source and seen < 8:
-        node = made_by(value, "Sub", "Add", "Unsqueeze", "Reshape", "Max", "Clip", "Cast")
-        value = None if node is None else node.inputs[0]
-        seen += 1
-    return value is source

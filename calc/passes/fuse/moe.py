@@ -10,7 +10,19 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN, Attr
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, replace_value, sole_user
+from calc.passes.base import (
+    Graph,
+    Rule,
+    attr,
+    calc_node,
+    constant,
+    dims,
+    insert,
+    is_last_axis,
+    made_by,
+    replace_value,
+    sole_user,
+)
 
 
 class FuseMoe(Rule):
@@ -30,13 +42,13 @@ class FuseMoe(Rule):
         if div is not None:
             total = made_by(div.inputs[1], "ReduceSum")
             top = made_by(div.inputs[0], "TopK")
-            if top is None or total is None or total.inputs[0] is not top.outputs[0]:
+            if top is None or total is None or total.inputs[0] is not top.outputs[0] or not _over_columns(total):
                 return "the routing weights are not normalised by their sum"
             norm_topk = 1
         if top is None or ids is not top.outputs[1]:
             return "the expert ids do not come from the same TopK as the weights"
         softmax = made_by(top.inputs[0], "Softmax")
-        if softmax is None:
+        if softmax is None or not (is_last_axis(softmax, 2) and is_last_axis(top, 2)) or attr(top, "largest", 1) != 1:
             return "the router is not softmax then top-k"
         router = made_by(softmax.inputs[0], "Linear", domain=DOMAIN)
         if router is None or router.inputs[0] is not x2d or attr(router, "bias", 0):
@@ -62,3 +74,9 @@ class FuseMoe(Rule):
         insert(node, new)
         replace_value(g, back.outputs[0], new.outputs[0])
         return None
+
+
+def _over_columns(reduce: ir.Node) -> bool:
+    """Whether a ReduceSum sums the columns of rows and keeps the axis."""
+    axes = constant(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
+    return axes is not None and axes.ravel().tolist() in ([-1], [1]) and attr(reduce, "keepdims", 1) == 1

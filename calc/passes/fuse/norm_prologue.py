@@ -11,7 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN, Attr
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, replace_value
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, is_row_norm, replace_value
 
 
 class FuseNormPrologue(Rule):
@@ -23,8 +23,8 @@ class FuseNormPrologue(Rule):
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         x, gamma = node.inputs
         out = node.outputs[0]
-        if g.weight(gamma) is None:
-            return "the norm's scale is not a weight"
+        if not is_row_norm(g, node):
+            return "the norm's scale is not a weight with one value per column"
         if len(dims(out)) != 3 or out.is_graph_output():
             return "the norm is not over the rows of the model"
         users = list(dict.fromkeys(out.consumers()))

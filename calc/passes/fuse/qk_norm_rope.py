@@ -16,7 +16,19 @@ import numpy as np
 import onnx_ir as ir
 
 from calc.kernels.base import Attr
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, ints, made_by, replace_value
+from calc.passes.base import (
+    Graph,
+    Rule,
+    attr,
+    calc_node,
+    dims,
+    insert,
+    ints,
+    is_row_norm,
+    made_by,
+    offset_from,
+    replace_value,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class _Branch:
     eps: float
     cos: ir.Value
     sin: ir.Value
+    positions: ir.Value | None
 
 
 class FuseQkNormRope(Rule):
@@ -48,11 +61,17 @@ class FuseQkNormRope(Rule):
             q.cos is not k.cos
             or q.sin is not k.sin
             or q.head_dim != k.head_dim
-            or (q.gamma is None) != (k.gamma is None)
+            or q.positions is not k.positions
+            or attr(q.rope, "interleaved", 0) != attr(k.rope, "interleaved", 0)
+            or (q.gamma is None, q.eps) != (k.gamma is None, k.eps)
         ):
             return "q and k are normed or rotated differently"
         past = scatter.inputs[2]
         assert past is not None
+        steps = offset_from(q.positions, past)
+        seq = dims(q.x)[1]
+        if past.name != "past_kv_cur_seq_len" or steps is None or not np.array_equal(steps.ravel(), np.arange(seq)):
+            return "the positions are not past_kv_cur_seq_len onwards"
         rotary = 2 * dims(q.cos)[1]
         attrs: dict[str, Attr] = {
             "heads": q.heads,
@@ -95,8 +114,8 @@ def _branch(g: Graph, value: ir.Value | None) -> _Branch | str:
         norm, transpose = made_by(inner, "RMSNormalization"), made_by(inner, "Transpose")
         if norm is not None and gamma is None:
             gamma, eps, inner = norm.inputs[1], float(attr(norm, "epsilon", 1e-5)), norm.inputs[0]  # type: ignore[arg-type]
-            if g.weight(gamma) is None:
-                return "the head norm's scale is not a weight"
+            if not is_row_norm(g, norm):
+                return "the head norm's scale is not a weight with one value per column"
         elif transpose is not None and ints(transpose, "perm") == (0, 2, 1, 3) and not swapped:
             inner, swapped = transpose.inputs[0], True
     if not swapped:
@@ -113,7 +132,10 @@ def _branch(g: Graph, value: ir.Value | None) -> _Branch | str:
     found = [t.inputs[0] for t in tables if t is not None and g.weight(t.inputs[0]) is not None]
     if len(found) != 2 or found[0] is None or found[1] is None:
         return "cos and sin are not rows of a table"
-    return _Branch(rope, x, shape[2], shape[3], gamma, eps, found[0], found[1])
+    at = [t.inputs[1] for t in tables if t is not None]
+    if at[0] is not at[1]:
+        return "cos and sin are rows of different positions"
+    return _Branch(rope, x, shape[2], shape[3], gamma, eps, found[0], found[1], at[0])
 
 
 def _split_heads(g: Graph, b: _Branch, value: ir.Value, before: ir.Node) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, replace_value
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, is_row_norm, replace_value
 
 
 class FuseRmsNorm(Rule):
@@ -15,7 +15,7 @@ class FuseRmsNorm(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         x, gamma = node.inputs
-        if g.weight(gamma) is None or len(dims(node.outputs[0])) != 3:
+        if not is_row_norm(g, node) or len(dims(node.outputs[0])) != 3:
             return "not a norm of the model's rows with a weight for scale"
         assert x is not None and gamma is not None
         eps = float(attr(node, "epsilon", 1e-5))  # type: ignore[arg-type]
