@@ -130,8 +130,14 @@ def rel_rms(got: Sequence[F32], want: Sequence[F32]) -> float:
 
 
 def max_abs(got: Sequence[F32], want: Sequence[F32]) -> float:
-    """Largest absolute difference over all arrays."""
-    return max(float(np.abs(g - w).max(initial=0.0)) for g, w in zip(got, want, strict=True))
+    """Largest absolute difference over all arrays; NaN if there is one in any of them."""
+    return float(np.max([np.abs(g - w).max(initial=0.0) for g, w in zip(got, want, strict=True)]))
+
+
+def _fp32_gate(want: Sequence[F32]) -> float:
+    """Values that are not finite give no room: they fail whatever they are compared with."""
+    largest = max(float(np.abs(a).max(initial=0.0, where=np.isfinite(a))) for a in want)
+    return FP32_GATE * max(1.0, largest / FP32_SCALE)
 
 
 @dataclass
@@ -150,8 +156,7 @@ class Ladder:
     @staticmethod
     def fp32_gate(want: Replayed) -> float:
         """How far another FP32 evaluation may be away, for values as large as these."""
-        largest = max(float(np.abs(a).max(initial=0.0)) for a in (want.logits, *want.keys, *want.values))
-        return FP32_GATE * max(1.0, largest / FP32_SCALE)
+        return _fp32_gate([want.logits, *want.keys, *want.values])
 
     def climb(self, name: RungName, reference: str, result: Replayed) -> None:
         """Compare a stage's result with an earlier one.
@@ -165,10 +170,7 @@ class Ladder:
         if name in ("exported", "fused"):
             metric: Literal["max_abs", "rel_rms"] = "max_abs"
             logits, kvs = max_abs([result.logits], [want.logits]), max_abs(kv, kv_want)
-            gates = tuple(
-                FP32_GATE * max(1.0, max(float(np.abs(a).max()) for a in arrays) / FP32_SCALE)
-                for arrays in ([want.logits], kv_want)
-            )
+            gates = _fp32_gate([want.logits]), _fp32_gate(kv_want)
             why = "two FP32 evaluations of one function differ by the order of their sums"
         else:
             metric = "rel_rms"
