@@ -21,8 +21,9 @@ from calc.passes.base import Graph
 Array = NDArray[np.generic]
 Provider = Callable[[Graph, str], Array]
 
-INLINE_LIMIT = 1 << 30
-"""Weights of a segment up to this many bytes travel inside its model; more are handed over as external arrays."""
+INLINE_LIMIT = 1 << 20
+"""Weights up to this many bytes travel inside a segment's model; larger ones are handed over as arrays, which spares
+the copies that serialising them would make."""
 
 
 @dataclass(frozen=True)
@@ -36,48 +37,69 @@ class Segment:
 
 
 def segments(g: Graph) -> list[Segment]:
-    """Cut a graph at layer borders: before the layers, each layer, after them."""
+    """Cut a graph at layer borders: before the layers, each layer, after them.
+
+    Nodes that compute on weights alone (casts, transposes) go with whoever uses them, twice if need be: what crosses a
+    border is kept for every call of a replay, so it must be activations, never a weight.
+    """
     graph = g.model.graph
-    layers = [int(n.metadata_props["calc.layer"]) for n in graph if "calc.layer" in n.metadata_props]
-    last = max(layers, default=-1)
+    place = _places(g)
+    weights_only = _weights_only(graph)
+    moving = [(n, place[id(n)]) for n in graph if id(n) not in weights_only]
+    out = []
+    for at in sorted({a for _, a in moving}):
+        wanted = {id(n) for n, a in moving if a == at}
+        for n in reversed(list(graph)):
+            if id(n) in weights_only and any(id(c) in wanted for v in n.outputs for c in v.consumers()):
+                wanted.add(id(n))
+        out.append(_segment(g, tuple(n for n in graph if id(n) in wanted), weights_only))
+    return out
+
+
+def _places(g: Graph) -> dict[int, int]:
+    """The segment of each node: 0, then one per layer, then one more for modules behind the layers."""
+    graph = g.model.graph
+    last = max((int(n.metadata_props["calc.layer"]) for n in graph if "calc.layer" in n.metadata_props), default=-1)
     index: dict[int, int] = {}
-    place: list[tuple[ir.Node, int]] = []
     for node in graph:
-        before = max(
-            (index.get(id(v.producer()), 0) for v in node.inputs if v is not None and v.producer() is not None),
-            default=0,
-        )
+        producers = [p for v in node.inputs if v is not None and (p := v.producer()) is not None]
+        before = max((index[id(p)] for p in producers), default=0)
         text = node.metadata_props.get("calc.layer")
         at = int(text) + 1 if text is not None else before
         if text is None and at == last + 1 and node.metadata_props.get("calc.scope"):
-            at = last + 2  # a module behind the layers: final norm, lm_head
-        at = max(at, before)
-        index[id(node)] = at
-        place.append((node, at))
-    out = []
-    graph_outputs = {v.name for v in graph.outputs}
-    for at in sorted({a for _, a in place}):
-        nodes = tuple(n for n, a in place if a == at)
-        made = {v.name for n in nodes for v in n.outputs}
-        inputs: list[str] = []
-        weights: list[str] = []
-        for n in nodes:
-            for v in n.inputs:
-                if v is None or v.name in made or v.name in inputs or v.name in weights or v.name is None:
-                    continue
-                if v.name in graph.initializers:
-                    weights.append(v.name)
-                else:
-                    inputs.append(v.name)
-        inside = {id(n) for n in nodes}
-        outputs = [
-            v.name
-            for n in nodes
-            for v in n.outputs
-            if v.name is not None and (v.name in graph_outputs or any(id(c) not in inside for c in v.consumers()))
-        ]
-        out.append(Segment(nodes, tuple(inputs), tuple(weights), tuple(outputs)))
+            at = last + 2  # final norm, lm_head
+        index[id(node)] = max(at, before)
+    return index
+
+
+def _weights_only(graph: ir.Graph) -> set[int]:
+    """Nodes that no graph input reaches."""
+    out: set[int] = set()
+    for node in graph:
+        values = [v for v in node.inputs if v is not None]
+        if all(v.name in graph.initializers or ((p := v.producer()) is not None and id(p) in out) for v in values):
+            out.add(id(node))
     return out
+
+
+def _segment(g: Graph, nodes: tuple[ir.Node, ...], weights_only: set[int]) -> Segment:
+    graph = g.model.graph
+    made = {v.name for n in nodes for v in n.outputs}
+    inputs: dict[str, None] = {}
+    weights: dict[str, None] = {}
+    for v in (v for n in nodes for v in n.inputs):
+        if v is not None and v.name is not None and v.name not in made:
+            (weights if v.name in graph.initializers else inputs)[v.name] = None
+    inside = {id(n) for n in nodes}
+    graph_outputs = {v.name for v in graph.outputs}
+    outputs = [
+        v.name
+        for n in nodes
+        if id(n) not in weights_only
+        for v in n.outputs
+        if v.name is not None and (v.name in graph_outputs or any(id(c) not in inside for c in v.consumers()))
+    ]
+    return Segment(nodes, tuple(inputs), tuple(weights), tuple(outputs))
 
 
 def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
@@ -114,24 +136,29 @@ def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
         proto.graph.initializer.append(
             onnx.numpy_helper.from_array(np.ascontiguousarray(value.const_value.numpy()), name)
         )
-    big = [n for n in seg.weights if n in g.weights]
-    total = sum(4 * int(np.prod(g.weights[n].shape)) for n in big)
-    if total <= INLINE_LIMIT:
-        for name in big:
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(provider(g, name)), name))
-    else:
-        handed: list[str] = []
-        arrays: list[rt.OrtValue] = []
-        for name in big:
-            data = np.ascontiguousarray(provider(g, name))
-            t = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(data.dtype), dims=data.shape)
-            t.data_location = onnx.TensorProto.EXTERNAL
-            t.external_data.add(key="location", value="weights")
-            proto.graph.initializer.append(t)
-            handed.append(name)
-            arrays.append(rt.OrtValue.ortvalue_from_numpy(data))
-        options.add_external_initializers(handed, arrays)
+    handed: list[str] = []
+    held: list[rt.OrtValue] = []
+    for name in (n for n in seg.weights if n in g.weights):
+        data = np.ascontiguousarray(provider(g, name))
+        if data.nbytes <= INLINE_LIMIT:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(data, name))
+            continue
+        elem = onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
+        t = onnx.TensorProto(name=name, data_type=elem, dims=data.shape, data_location=onnx.TensorProto.EXTERNAL)
+        t.external_data.add(key="location", value="weights")
+        proto.graph.initializer.append(t)
+        handed.append(name)
+        held.append(_ort_value(data, elem))
+    if handed:
+        options.add_external_initializers(handed, held)
     return rt.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _ort_value(data: Array, elem: int) -> rt.OrtValue:
+    """A value of ONNX Runtime's own, also of types numpy has no name for."""
+    if elem == onnx.TensorProto.BFLOAT16:
+        return rt.OrtValue.ortvalue_from_numpy_with_onnx_type(data.view(np.uint16), elem)
+    return rt.OrtValue.ortvalue_from_numpy(data)
 
 
 @dataclass(frozen=True)

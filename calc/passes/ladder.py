@@ -11,7 +11,7 @@ with the one before it, so that the one that fails is the stage that is wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -166,6 +166,10 @@ class Ladder:
         """
         want = self.results[reference]
         self.results[name] = result
+        for old in list(self.results):
+            if old not in ("hf", name):
+                # only the ground's and the last rung's KV go into the artefact
+                self.results[old] = replace(self.results[old], keys=[], values=[])
         kv, kv_want = [*result.keys, *result.values], [*want.keys, *want.values]
         if name in ("exported", "fused"):
             metric: Literal["max_abs", "rel_rms"] = "max_abs"
