@@ -118,7 +118,7 @@ class Session:
             return env.from_string(template).render(
                 messages=messages, add_generation_prompt=True, **{f"{k}_token": v for k, v in names.items()}
             )
-        except TemplateError as e:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as e:
             raise RuntimeFault(
                 Problem("CHAT_TEMPLATE", self.spec.name, "the chat template refuses the messages", got=str(e))
             ) from e

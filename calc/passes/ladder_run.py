@@ -67,33 +67,44 @@ class LadderRun:
 
         return get
 
+    def before_passes(self, g: Graph) -> None:
+        """With `check_passes`: keep what the exported graph computes."""
+        if self.check_passes:
+            v = self._variant(g)
+            self.before[v] = self._once(v, "raw")
+
     def after_pass(self, g: Graph, name: str) -> None:
-        """With `check_passes`: the graph computes the same as before the pass (one prefill call).
+        """With `check_passes`: the graph computes the same as before the pass (one call).
 
         Raises:
             VerificationError: PASS_CHANGED_RESULT.
         """
         if not self.check_passes:
             return
-        v = next(k for k, x in self.graphs.items() if x is g)
+        v = self._variant(g)
         bind_functions(g, "fp32")
-        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
-        got = replay({v.name: g}, self._provider("fp32", {}, {}), [replace(call, past=0)])
-        before = self.before.get(v)
-        if before is not None:
-            diff = max_abs([got.logits, *got.keys, *got.values], [before.logits, *before.keys, *before.values])
-            gate = self.ladder.fp32_gate(before)
-            if not diff <= gate:
-                raise VerificationError(
-                    Problem(
-                        "PASS_CHANGED_RESULT",
-                        f"pass {name} on {v.name}",
-                        "the graph computes something else than before the pass",
-                        f"<= {gate:.3g}",
-                        f"{diff:.3g}",
-                    )
+        got, before = self._once(v, "fp32"), self.before[v]
+        diff = max_abs([got.logits, *got.keys, *got.values], [before.logits, *before.keys, *before.values])
+        gate = self.ladder.fp32_gate(before)
+        if not diff <= gate:
+            raise VerificationError(
+                Problem(
+                    "PASS_CHANGED_RESULT",
+                    f"pass {name} on {v.name}",
+                    "the graph computes something else than before the pass",
+                    f"<= {gate:.3g}",
+                    f"{diff:.3g}",
                 )
+            )
         self.before[v] = got
+
+    def _variant(self, g: Graph) -> Variant:
+        return next(k for k, x in self.graphs.items() if x is g)
+
+    def _once(self, v: Variant, values: Values) -> Replayed:
+        """The replay's first prefill or decode call, without a past."""
+        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
+        return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}), [replace(call, past=0)])
 
     def check_numerics(
         self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress

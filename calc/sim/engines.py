@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.errors import InternalError
+from calc.core.errors import InternalError, Problem, RuntimeFault
 from calc.core.isa import Flag, Fn, Op, Red, Tile
 from calc.core.numerics import quant_rows_int8
 from calc.sim.memory import INT8_EXACT_K, FastMemory, Regs, TileSpec
@@ -399,7 +399,18 @@ def _recv(ins: Ins, mem: FastMemory) -> Run:
     dst, shape, peer = mem.write(ins.operands["dst"]), _shape(ins), ins.imm[0]
 
     def run(regs: Regs) -> None:
-        dst(regs, shape(regs))[...] = mem.link_in(peer).popleft()
+        data, target = mem.link_in(peer).popleft(), dst(regs, shape(regs))
+        if (data.shape, data.dtype) != (target.shape, target.dtype):
+            raise RuntimeFault(
+                Problem(
+                    "SIM_LINK_MISMATCH",
+                    f"chip {mem.chip} instruction {ins.pc}",
+                    f"receives something else than chip {peer} has sent",
+                    f"{target.dtype} {target.shape}",
+                    f"{data.dtype} {data.shape}",
+                )
+            )
+        target[...] = data
 
     return run
 

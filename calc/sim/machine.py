@@ -99,9 +99,10 @@ class LoadedProgram:
         """Execute the sub-model once.
 
         Raises:
-            RuntimeFault: what strict mode finds; SIM_OUT_OF_BOUNDS in every mode.
+            RuntimeFault: what strict mode finds; SIM_OUT_OF_BOUNDS and the faults of loops and links in every mode.
         """
         m = self.machine
+        m.links.clear()  # a call that failed may have left messages
         for mem in m.memories.values():
             if isinstance(mem, StrictMemory):
                 mem.reset_order()
@@ -111,6 +112,8 @@ class LoadedProgram:
             runs[chip] = control.run(code, table, csr, _sload(mem), lambda ins, c=chip: bool(m.links[(ins.imm[0], c)]))  # type: ignore[misc]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             interleave(runs)
+        if left := {f"{a} to {b}": len(queue) for (a, b), queue in m.links.items() if queue}:
+            raise RuntimeFault(Problem("SIM_LINK_LEFT", "links", "messages that nobody receives", got=str(left)))
         for chip in self.chips:
             mem = m.memories[chip]
             if isinstance(mem, StrictMemory):

@@ -26,7 +26,7 @@ def test_golden_plan(buckets: list[int], capacity: int) -> None:
     assert plan.prompt + DECODE_STEPS <= len(plan.tokens) <= capacity
     assert plan.tokens == tuple(tokens[: len(plan.tokens)])
     assert list(plan.rows) == sorted(set(plan.rows))
-    assert 0 <= plan.rows[0]
+    assert plan.rows[0] >= 0
     assert plan.rows[-1] < len(plan.tokens)
     assert set(plan.replay_rows) <= set(plan.rows)
     for b in buckets:
