@@ -20,7 +20,7 @@ from calc.core.tensors import (
     StackTensor,
     TensorRef,
 )
-from calc.passes.base import Graph, Pass, constant, dims, new_weight, replace_value, scalar, sweep
+from calc.passes.base import Graph, Pass, attr, constant, dims, new_weight, replace_value, scalar, sweep
 
 
 class Normalise(Pass):
@@ -71,7 +71,7 @@ def _fold(g: Graph, node: ir.Node) -> TensorRef | None:  # noqa: PLR0911 - one r
         return None
     match node.op_type:
         case "Cast":
-            return first
+            return first if attr(node, "to", 0) == ir.DataType.FLOAT else None
         case "Reshape":
             return _reshape(first, dims(node.outputs[0]))
         case "Slice":
@@ -86,15 +86,21 @@ def ints_axis(node: ir.Node) -> int:
 
 
 def _reshape(ref: TensorRef, shape: tuple[int, ...]) -> TensorRef:
-    if isinstance(ref, ConcatTensor) and len(shape) == len(ref.parts[0].shape) + 1 and shape[0] == len(ref.parts):
+    if isinstance(ref, ConcatTensor) and shape[0] == len(ref.parts) and all(p.shape == shape[1:] for p in ref.parts):
         # experts, joined one below the other, become a stack: expert e stays its own tensor
         return StackTensor(ref.parts)
     return ReshapeTensor(ref, shape)
 
 
 def _slice(ref: TensorRef, node: ir.Node) -> TensorRef | None:
-    start, stop, axes = (constant(v) for v in node.inputs[1:4])
-    if start is None or stop is None or axes is None or axes.size != 1 or len(ref.shape) != 3 or int(axes[0]) != 1:
+    if len(ref.shape) != 3 or len(node.inputs) < 4:
         return None
-    a, b = int(start[0]), min(int(stop[0]), ref.shape[1])
+    start, stop, axes, *steps = (constant(v) for v in node.inputs[1:])
+    if start is None or stop is None or axes is None or axes.tolist() not in ([1], [-2]):
+        return None
+    if any(s is None or s.tolist() != [1] for s in steps):
+        return None
+    a, b, _ = slice(int(start[0]), int(stop[0])).indices(ref.shape[1])
+    if a >= b:
+        return None
     return StackTensor(tuple(RowsTensor(SelectTensor(ref, e), a, b) for e in range(ref.shape[0])))
