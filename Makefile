@@ -44,7 +44,7 @@ $(CALBIN): $(SOURCES) | $(READY)
 
 demo: $(CALBIN) ## compile MODEL, verify the artefact, answer PROMPT and measure
 	$(BIN)/calc verify $(CALBIN)
-	$(BIN)/calc run $(CALBIN) -p "$$PROMPT"
+	$(BIN)/calc run $(CALBIN) -p "$$PROMPT" --stats
 	$(BIN)/calc bench $(CALBIN)
 
 lint: $(READY) ## style, types and layers
