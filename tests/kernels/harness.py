@@ -98,12 +98,8 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def run_sim(
-    kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32
-):
-    """The kernel's program alone on a machine; returns its outputs as f32."""
-    target = load_target("calculet-1chip")
-    weight_names = kernel.weights(attrs)
+def _pack(weight_names, values, schemes, group, tile_rows):
+    """Every weight's handle, and the shard that holds them."""
     handles, blobs, at = {}, [], 0
     for name, v in values.items():
         if name in weight_names:
@@ -124,6 +120,16 @@ def run_sim(
         blobs.append(blob)
         at += len(blob)
     shard = np.frombuffer(b"".join(blobs) or bytes(64), np.uint8)
+    return handles, shard
+
+
+def run_sim(
+    kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32
+):
+    """The kernel's program alone on a machine; returns its outputs as f32."""
+    target = load_target("calculet-1chip")
+    weight_names = kernel.weights(attrs)
+    handles, shard = _pack(weight_names, values, schemes, group, tile_rows)
     x = next(v for k, v in values.items() if k in ("x", "q", "ids"))
     variant = Variant("decode" if x.shape[1] == 1 else "prefill", x.shape[0], x.shape[1])
     base = len(shard)
