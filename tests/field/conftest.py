@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.onnx._internal.exporter import _registration
 
 import calc
 from calc.core.options import CompileOptions
-from tests.field.field_models import save, t0
+from tests.field.field_models import compile_graphs, save, t0
 
 Compiled = Callable[..., Path]
 
@@ -42,25 +43,40 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """``compiled(batch=(2,))``: T0 compiled with options, once for each set of them."""
-    done: dict[str, Path] = {}
+def graphs_of(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``graphs_of((8,), (1, 2), 32)``: T0's graphs and tokenizer, as ``calc export`` writes them, once; read-only."""
+    done: dict[object, Path] = {}
 
-    def compile_once(**options: Any) -> Path:
-        chosen = CompileOptions(**{"prefill": (8,), "max_seq_len": 32, "golden": False, **options})
-        key = chosen.model_dump_json()
+    def export_once(prefill: tuple[int, ...], batch: tuple[int, ...], max_seq_len: int) -> Path:
+        key = (prefill, batch, max_seq_len)
         if key not in done:
-            out = tmp_path_factory.mktemp("calbin") / "t0.calbin"
-            calc.compile(llama, out, chosen)
+            out = tmp_path_factory.mktemp("exported") / "llama"
+            calc.export(llama, out, CompileOptions(prefill=prefill, batch=batch, max_seq_len=max_seq_len))
+            shutil.copy(llama / "tokenizer.json", out)
             done[key] = out
         return done[key]
 
-    return compile_once
+    return export_once
 
 
 @pytest.fixture(scope="session")
-def exported(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T0's graphs for a bucket of 8 and batch 1, as ``calc export`` writes them; read-only."""
-    out = tmp_path_factory.mktemp("exported") / "llama"
-    calc.export(llama, out, CompileOptions(prefill=(8,), max_seq_len=32))
-    return out
+def exported(graphs_of: Callable[..., Path]) -> Path:
+    """T0's graphs for a bucket of 8, batch 1 and 32 tokens."""
+    return graphs_of((8,), (1,), 32)
+
+
+@pytest.fixture(scope="session")
+def compiled(graphs_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """``compiled(batch=(2,))``: T0 compiled with options, once for each set of them; no golden vectors."""
+    done: dict[str, Path] = {}
+
+    def compile_once(
+        prefill: tuple[int, ...] = (8,), batch: tuple[int, ...] = (1,), max_seq_len: int = 32, **options: Any
+    ) -> Path:
+        key = repr((prefill, batch, max_seq_len, sorted(options.items())))
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("calbin") / "t0.calbin"
+            compile_graphs(graphs_of(prefill, batch, max_seq_len), done[key], max_seq_len=max_seq_len, **options)
+        return done[key]
+
+    return compile_once

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import transformers
 
+import calc
 from calc.calbin.reader import open_calbin
 from calc.sim.runtime import Device
 from tests.field.conftest import Compiled
-from tests.field.field_models import compile_graphs, compile_model, kv, open_device, save, t0, target, tokens
+from tests.field.field_models import compile_graphs, kv, open_device, save, t0, target, tokens
 
 
 def run(device: Device) -> list[np.ndarray]:
@@ -46,11 +47,19 @@ def test_more_chips_than_a_target_may_have(exported: Path, tmp_path: Path) -> No
     assert not (tmp_path / "m.calbin").exists()
 
 
-@pytest.mark.parametrize("quant", ["bf16", "w8a8"])
-def test_field_09_two_chips_equal_one(tmp_path: Path, quant: str) -> None:
-    model = save(transformers.LlamaConfig(**t0(num_key_value_heads=4, num_hidden_layers=3)), tmp_path / "m")
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Graphs of three layers with four KV heads."""
+    home = tmp_path_factory.mktemp("four")
+    model = save(transformers.LlamaConfig(**t0(num_key_value_heads=4, num_hidden_layers=3)), home / "m")
+    calc.export(model, home / "graphs", calc.CompileOptions(prefill=(8,), max_seq_len=32))
+    return home / "graphs"
+
+
+@pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a16"])
+def test_field_09_two_chips_equal_one(four_heads: Path, tmp_path: Path, quant: str) -> None:
     for name in ("calculet-1chip", "calculet-2chip"):
-        report = compile_model(model, tmp_path / f"{name}.calbin", target=name, quant=quant)
+        report = compile_graphs(four_heads, tmp_path / f"{name}.calbin", target=name, quant=quant)
         assert min(report.layers_per_chip) >= 1
     one, two = (open_device(tmp_path / f"{n}.calbin") for n in ("calculet-1chip", "calculet-2chip"))
     assert two.manifest.kv.layers[0].kv_heads == 4

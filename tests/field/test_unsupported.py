@@ -123,14 +123,9 @@ def test_field_35_a_shared_expert_is_refused_by_every_op(tmp_path: Path) -> None
     )
     model = save(config, tmp_path / "m")
     with pytest.raises(UnsupportedError) as caught:
-        compile_model(model, tmp_path / "m.calbin", golden=True)
+        compile_model(model, tmp_path / "m.calbin")
     found = {(p.where.split(".")[2], p.what.split(" here")[0].split()[-1]) for p in caught.value.problems}
     assert found >= {(layer, op) for layer in "01" for op in ("Sigmoid", "Mul", "Add", "calc.Experts")}
     (why,) = {p.what.split("; ")[1] for p in caught.value.problems if "calc.Experts" in p.what}
     assert why == "fuse-moe: the experts' output is not reshaped back to the layer's rows"
     assert not (tmp_path / "m.calbin").exists()
-    report = calc.inventory(model, calc.CompileOptions(prefill=(8,), max_seq_len=32))
-    assert not report.ok
-    named = {e.op: e.findings for e in report.graphs[0].ops if e.klass == "unsupported"}
-    assert {"Sigmoid", "Mul", "Add", "Experts"} <= set(named)
-    assert all(why in f.reason for f in named["Experts"])
