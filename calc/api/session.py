@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from calc.calbin.reader import Calbin
-from calc.core.errors import Problem, RuntimeFault
+from calc.core.errors import Problem, Problems, RuntimeFault, UsageError
 from calc.core.spec import Frozen
 from calc.sim.machine import Mode
 from calc.sim.runtime import Device
@@ -148,6 +148,7 @@ class Session:
         Raises:
             RuntimeFault: an empty prompt, ids out of range.
             CapacityError: PROMPT_TOO_LONG before anything runs.
+            UsageError: SAMPLING_RANGE.
         """
         ids = [int(t) for t in prompt] if _are_ids(prompt) else self.prompt_ids(prompt, chat=chat)  # type: ignore[arg-type]
         start = time.perf_counter()
@@ -155,7 +156,9 @@ class Session:
         hz = self.device.target.rates.clock.value
         call = self.device.target.costs.call.value / hz
         ttft = sum(self.device.time(s.submodel, [len(t) for t in s.tokens], s.past).cycles / hz + call for s in steps)
-        choose = _chooser(sampling or Sampling())
+        sampling = sampling or Sampling()
+        _check_sampling(sampling)
+        choose = _chooser(sampling)
         out: list[int] = []
         text = ""
         finish = "length"
@@ -216,6 +219,21 @@ def _empty() -> RuntimeFault:
     return RuntimeFault(
         Problem("PROMPT_EMPTY", "prompt", "the prompt has no tokens", "at least one", hint="give some text")
     )
+
+
+def _check_sampling(s: Sampling) -> None:
+    problems = Problems()
+    for name, ok, expected in (
+        ("temperature", np.isfinite(s.temperature) and s.temperature >= 0, "a finite number, 0 or more"),
+        ("top_k", s.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("seed", s.seed >= 0, "0 or more"),
+    ):
+        if not ok:
+            problems.add(
+                "SAMPLING_RANGE", name, "not a usable sampling parameter", expected=expected, got=getattr(s, name)
+            )
+    problems.raise_if_any(UsageError)
 
 
 def _chooser(s: Sampling) -> Callable[[NDArray[np.float32]], int]:
