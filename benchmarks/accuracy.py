@@ -18,9 +18,9 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 import calc
+from calc.core.metrics import kl_top1
 from calc.frontend.reference import bf16_logits, reference
 from calc.sim.runtime import Device
-from calc.sim.verify import kl_top1
 
 
 def perplexity(logits: np.ndarray, tokens: list[int]) -> float:

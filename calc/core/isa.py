@@ -28,6 +28,8 @@ REGISTERS = 64
 SEMAPHORES = 64
 MAX_LOOP_DEPTH = 8
 NO_REG = 255
+RANK_IMM = 4
+"""The `imm` slot that holds the number of dimensions of moves, links and vector records."""
 
 
 class Engine(IntEnum):

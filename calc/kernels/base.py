@@ -151,28 +151,35 @@ def rms_norm(x: str, gamma: str, eps: float, dst: str) -> str:
     return f"{dst} = RMSNormalization<axis: int = -1, epsilon: float = {eps!r}, stash_type: int = 1>({x}, {gamma})"
 
 
+def int8_rows(x: str, dst: str) -> list[str]:
+    """Dynamic int8 of each row of `x`: ``<dst>_codes`` (whole numbers in FP32) and ``<dst>_s`` (scales, [..., 1])."""
+    return [
+        f"{dst}_abs = Abs({x})",
+        f"{dst}_ax = Constant<value_ints: ints = [-1]>()",
+        f"{dst}_max = ReduceMax<keepdims: int = 1>({dst}_abs, {dst}_ax)",
+        f"{dst}_127 = Constant<value_float: float = 127.0>()",
+        f"{dst}_one = Constant<value_float: float = 1.0>()",
+        f"{dst}_zero = Constant<value_float: float = 0.0>()",
+        f"{dst}_tiny = Constant<value_float: float = 1.1754943508222875e-38>()",
+        f"{dst}_s0 = Div({dst}_max, {dst}_127)",
+        f"{dst}_s1 = Max({dst}_s0, {dst}_tiny)",
+        f"{dst}_isz = Equal({dst}_max, {dst}_zero)",
+        f"{dst}_s = Where({dst}_isz, {dst}_one, {dst}_s1)",
+        f"{dst}_q0 = Div({x}, {dst}_s)",
+        f"{dst}_q1 = Round({dst}_q0)",
+        f"{dst}_n127 = Neg({dst}_127)",
+        f"{dst}_codes = Clip({dst}_q1, {dst}_n127, {dst}_127)",
+    ]
+
+
 def matmul(x: str, w: str, dst: str, scheme: str) -> str:
     """``dst = x @ w.T`` under a weight scheme; for w8a8 `w` is int8 codes and ``<w>_scale`` their scales [N]."""
     if scheme != "w8a8":
         return f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})\n{dst} = MatMul({x}, {dst}_wt)"
     return "\n".join(
         (
-            f"{dst}_abs = Abs({x})",
-            f"{dst}_ax = Constant<value_ints: ints = [-1]>()",
-            f"{dst}_max = ReduceMax<keepdims: int = 1>({dst}_abs, {dst}_ax)",
-            f"{dst}_127 = Constant<value_float: float = 127.0>()",
-            f"{dst}_one = Constant<value_float: float = 1.0>()",
-            f"{dst}_zero = Constant<value_float: float = 0.0>()",
-            f"{dst}_tiny = Constant<value_float: float = 1.1754943508222875e-38>()",
-            f"{dst}_s0 = Div({dst}_max, {dst}_127)",
-            f"{dst}_s1 = Max({dst}_s0, {dst}_tiny)",
-            f"{dst}_isz = Equal({dst}_max, {dst}_zero)",
-            f"{dst}_s = Where({dst}_isz, {dst}_one, {dst}_s1)",
-            f"{dst}_q0 = Div({x}, {dst}_s)",
-            f"{dst}_q1 = Round({dst}_q0)",
-            f"{dst}_n127 = Neg({dst}_127)",
-            f"{dst}_q2 = Clip({dst}_q1, {dst}_n127, {dst}_127)",
-            f"{dst}_q = Cast<to: int = 3>({dst}_q2)",
+            *int8_rows(x, dst),
+            f"{dst}_q = Cast<to: int = 3>({dst}_codes)",
             f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})",
             f"{dst}_i = MatMulInteger({dst}_q, {dst}_wt)",
             f"{dst}_f = Cast<to: int = 1>({dst}_i)",

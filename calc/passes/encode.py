@@ -8,11 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import InternalError
-from calc.core.isa import MAX_DIMS, MAX_LOOP_DEPTH, MAX_TERMS, NO_REG, RECORD, Engine, Op
+from calc.core.isa import MAX_DIMS, MAX_LOOP_DEPTH, MAX_TERMS, NO_REG, RANK_IMM, RECORD, Engine, Op
 from calc.kernels.emit import Dim, Instr, LoopNode, Reg, View
-
-RANK = 4
-"""The `imm` slot that holds the number of dimensions of moves and vector records."""
 
 
 def encode(body: Sequence[Instr | LoopNode]) -> NDArray[np.void]:
@@ -60,7 +57,7 @@ def _fill(rec: NDArray[np.void], ins: Instr) -> None:
     rec["dims"], rec["dim_regs"] = dims, bits
     imm = list(ins.imm) + [0] * (6 - len(ins.imm))
     if ins.op >= Op.LOAD and ins.op is not Op.GEMM:
-        imm[RANK] = len(ins.dims)
+        imm[RANK_IMM] = len(ins.dims)
     rec["imm"] = imm
     rec["fimm"] = list(ins.fimm) + [0.0] * (2 - len(ins.fimm))
     for name, view in ins.operands.items():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from calc.calbin.manifest import Rung
 from calc.core.errors import Problem, Problems, VerificationError
+from calc.core.metrics import max_abs, rel_rms
 from calc.core.tensors import TensorRef
 from calc.kernels.base import Scheme
 from calc.passes.execute import ReplayCall, Replayed
@@ -120,18 +121,6 @@ def golden_plan(tokens: Sequence[int], buckets: Sequence[int], max_seq_len: int)
     ends = {n for n in ends if n <= len(used)}
     rows = sorted({*range(prompt - 1, prompt + DECODE_STEPS), *(n - 1 for n in ends)})
     return GoldenPlan(used, prompt, tuple(rows))
-
-
-def rel_rms(got: Sequence[F32], want: Sequence[F32]) -> float:
-    """Root mean square of the difference over that of the reference, all arrays together."""
-    num = sum(float(np.square(g - w, dtype=np.float64).sum()) for g, w in zip(got, want, strict=True))
-    den = sum(float(np.square(w, dtype=np.float64).sum()) for w in want)
-    return float(np.sqrt(num / den)) if den else float(np.sqrt(num))
-
-
-def max_abs(got: Sequence[F32], want: Sequence[F32]) -> float:
-    """Largest absolute difference over all arrays; NaN if there is one in any of them."""
-    return float(np.max([np.abs(g - w).max(initial=0.0) for g, w in zip(got, want, strict=True)]))
 
 
 def _fp32_gate(want: Sequence[F32]) -> float:

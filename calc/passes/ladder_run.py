@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import Problem, VerificationError
+from calc.core.metrics import max_abs
 from calc.core.options import Progress
 from calc.core.variant import Variant
 from calc.kernels.base import Scheme
@@ -17,7 +18,7 @@ from calc.passes.base import Graph
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Provider, Replayed, replay
 from calc.passes.finite import Finite
-from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights, max_abs
+from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]

@@ -140,6 +140,19 @@ def extent(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> tup
     return low, high + itemsize
 
 
+def _remembered(view: Access) -> Access:
+    """An operand whose address never changes: one view per shape, made once."""
+    made: dict[tuple[int, ...], NDArray[Any]] = {}
+
+    def get(regs: Regs, shape: tuple[int, ...]) -> NDArray[Any]:
+        found = made.get(shape)
+        if found is None:
+            found = made[shape] = view(regs, shape)
+        return found
+
+    return get
+
+
 class FastMemory:
     """Memories of one chip without checks beyond numpy's own bounds.
 
@@ -249,7 +262,8 @@ class FastMemory:
             except (ValueError, TypeError) as e:
                 raise out_of_bounds(chip, op, a, shape, split + len(dynamic)) from e
 
-        return sram_view if op.space == Space.SRAM else dram_view
+        view = sram_view if op.space == Space.SRAM else dram_view
+        return view if terms else _remembered(view)
 
     def load_tile(self, dst: Operand, src: Operand, nbytes: int) -> Callable[[Regs], None]:
         """A weight tile goes to a ring slot: only remembered."""

@@ -10,11 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, Alu, Flag, Op, Space
+from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, RANK_IMM, Alu, Flag, Op, Space
 from calc.sim.memory import Operand
-
-RANK = 4
-"""`imm` slot that holds the number of dimensions of LOAD, STORE and vector records."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def decode(records: NDArray[np.void]) -> Code:
                 operands[name] = Operand(space[pc], dtype[pc], base[pc], terms, tuple(step[pc]))
         op, regs = cols["op"][pc], cols["dim_regs"][pc]
         imm = cols["imm"][pc]
-        rank = MAX_DIMS if op == Op.GEMM else imm[RANK] if op >= Op.LOAD else 1
+        rank = MAX_DIMS if op == Op.GEMM else imm[RANK_IMM] if op >= Op.LOAD else 1
         dims = tuple((d, d if regs >> j & 1 else -1) for j, d in enumerate(cols["dims"][pc][:rank]))
         if op == Op.LOOP:
             stack.append(pc)

@@ -7,7 +7,7 @@ golden vectors), and against transformers in fp32. The rungs before it are check
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from pydantic import Field
 from calc.calbin.manifest import Golden, Rung
 from calc.calbin.reader import Calbin
 from calc.core.errors import Problem, VerificationError
+from calc.core.metrics import kl_top1, rel_rms
 from calc.core.options import Progress, no_progress
 from calc.core.spec import Frozen
 from calc.sim.machine import Mode
@@ -69,26 +70,6 @@ class _Run:
     def kv(self) -> list[F32]:
         """Keys and values of all layers."""
         return [*self.keys, *self.values]
-
-
-def rel_rms(got: Sequence[F32], want: Sequence[F32]) -> float:
-    """Root mean square of the difference over that of the reference; NaN counts as infinitely far."""
-    num = sum(float(np.square(g - w, dtype=np.float64).sum()) for g, w in zip(got, want, strict=True))
-    den = sum(float(np.square(w, dtype=np.float64).sum()) for w in want)
-    value = float(np.sqrt(num / den)) if den else float(np.sqrt(num))
-    return value if np.isfinite(value) else float("inf")
-
-
-def kl_top1(got: F32, want: F32) -> tuple[float, float]:
-    """Mean KL(want || got) in nats over rows, and the share of rows whose largest logit is the same."""
-
-    def log_softmax(x: F32) -> NDArray[np.float64]:
-        z = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
-        return np.asarray(z - np.log(np.exp(z).sum(axis=-1, keepdims=True)))
-
-    p, q = log_softmax(want), log_softmax(got)
-    kl = float((np.exp(p) * (p - q)).sum(axis=-1).mean())
-    return kl, float((got.argmax(-1) == want.argmax(-1)).mean())
 
 
 def verify(calbin: Calbin, *, strict: bool = False, progress: Progress = no_progress) -> VerifyReport:

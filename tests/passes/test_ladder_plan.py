@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calc.core.errors import VerificationError
+from calc.core.metrics import max_abs, rel_rms
 from calc.passes.execute import Replayed
-from calc.passes.ladder import DECODE_STEPS, Ladder, golden_plan, max_abs, rel_rms
+from calc.passes.ladder import DECODE_STEPS, Ladder, golden_plan
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 400))
