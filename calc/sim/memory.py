@@ -140,6 +140,10 @@ def extent(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> tup
     return low, high + itemsize
 
 
+SHAPES_KEPT = 8
+"""Views of one operand that are kept: decode needs one, prompts as many as there are lengths."""
+
+
 def _remembered(view: Access) -> Access:
     """An operand whose address never changes: one view per shape, made once."""
     made: dict[tuple[int, ...], NDArray[Any]] = {}
@@ -147,6 +151,8 @@ def _remembered(view: Access) -> Access:
     def get(regs: Regs, shape: tuple[int, ...]) -> NDArray[Any]:
         found = made.get(shape)
         if found is None:
+            if len(made) >= SHAPES_KEPT:
+                made.clear()  # prompts of many lengths: views are cheap to make again
             found = made[shape] = view(regs, shape)
         return found
 
