@@ -49,7 +49,7 @@ class FuseLmHead(Rule):
         div = sole_user(out)
         if div is not None and div.op_type in ("Div", "Mul"):
             tanh = sole_user(div.outputs[0])
-            mul = None if tanh is None or tanh.op_type != "Tanh" else sole_user_or_output(g, tanh.outputs[0])
+            mul = None if tanh is None or tanh.op_type != "Tanh" else sole_user(tanh.outputs[0])
             factor = None if mul is None else scalar(mul.inputs[1])
             if mul is None or mul.op_type != "Mul" or factor is None:
                 return "the logits are scaled, but not by a softcap"
@@ -64,9 +64,3 @@ class FuseLmHead(Rule):
         insert(last, new)
         replace_value(g, out, new.outputs[0])
         return None
-
-
-def sole_user_or_output(g: Graph, value: ir.Value) -> ir.Node | None:
-    """The only consumer of a value."""
-    users = value.consumers()
-    return users[0] if len(users) == 1 else None
