@@ -71,6 +71,7 @@ def compile_model(
     """
     target, recipe = load_target(options.target), load_recipe(options.quant)
     exported, variants, context = _export(source, options, progress)
+    _check_has_weights(exported, out)
     spec = exported.spec
     graphs = {v: _graph(exported, v) for v in variants}
     ladder = (
@@ -80,6 +81,7 @@ def compile_model(
     )
     fused = {v: _fuse(g, ladder if _is_replayed(v, graphs) else None, progress) for v, g in graphs.items()}
     first = fused[variants[0]]
+    _check_same_weights(fused)
     kept = _graph_files(graphs, "fused", "fp32") if keep_graphs is not None else {}
     schemes, groups = assign(recipe, first)
     if ladder is not None:
@@ -225,6 +227,44 @@ def _export(
         source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)
     )
     return replace(made, files=host_files(source)), variants, context
+
+
+def _check_has_weights(exported: Exported, out: Path | None) -> None:
+    missing = [n for n, r in exported.weights.items() if isinstance(r, ShapeOnlyTensor)]
+    if out is not None and missing:
+        raise UsageError(
+            Problem(
+                "USAGE_NO_WEIGHTS",
+                exported.spec.name,
+                "the model has a config but no weights",
+                "a checkpoint",
+                f"{len(missing)} weights known by shape alone",
+                "plan with --dry-run, or add the checkpoint",
+            )
+        )
+
+
+def _check_same_weights(fused: Mapping[Variant, Sequence[Call]]) -> None:
+    """Every sub-model reads the same weights: they are stored once."""
+    used = {v: {name for c in todo for name in c.inputs.values()} - _made(todo) for v, todo in fused.items()}
+    first, *others = fused
+    problems = [
+        Problem(
+            "ONNX_INPUTS",
+            v.name,
+            f"the graph's weights are not those of {first.name}",
+            got=", ".join(sorted(w for w in used[v] ^ used[first] if not w.startswith("past_kv")))[:300],
+            hint="all graphs of a model use the same weights under the same names",
+        )
+        for v in others
+        if used[v] != used[first]
+    ]
+    if problems:
+        raise ModelError(problems)
+
+
+def _made(todo: Sequence[Call]) -> set[str]:
+    return {o for c in todo for o in c.outputs}
 
 
 def _given(source: Exported, options: CompileOptions) -> tuple[Exported, tuple[Variant, ...], int]:

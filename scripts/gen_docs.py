@@ -234,7 +234,8 @@ def scheme_table() -> str:
 def gates() -> str:
     quant = "; ".join(f"{n} {g:g}" for n, g in ladder.QUANT_GATES.items())
     fp32 = f"{ladder.FP32_GATE:g} × max(1, largest value / {ladder.FP32_SCALE:g})"
-    program = f"max({ladder.ORDER_FLOOR:g}, {ladder.ORDER_FACTOR:g} × what the bf16 rung measured)"
+    noise = "what the bf16 rung measured, or the quantized rung with int8 activations"
+    program = f"max({ladder.ORDER_FLOOR:g}, {ladder.ORDER_FACTOR:g} × {noise})"
     rows = [
         ("`exported`", "transformers FP32", "largest absolute difference", fp32, ladder.HINTS["exported"]),
         ("`fused`", "`exported`", "largest absolute difference", fp32, ladder.HINTS["fused"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from calc.calbin.reader import Calbin
 from calc.core.spec import Frozen
 from calc.sim.runtime import Device
+from calc.sim.timing import Counters
 
 
 class BenchRow(Frozen):
@@ -81,7 +83,7 @@ def bench(
                         prefill_dram_bytes=sum(c.dram_bytes for c in costs),
                         decode_macs=c.macs,
                         decode_dram_bytes=c.dram_bytes,
-                        prefill_bound=costs[-1].bound,
+                        prefill_bound=_bound(costs),
                         decode_bound=c.bound,
                     )
                 )
@@ -92,3 +94,11 @@ def bench(
         rows=tuple(rows),
         skipped=tuple(skipped),
     )
+
+
+def _bound(costs: Sequence[Counters]) -> str:
+    """The busiest resource over all calls."""
+    busy: Counter[str] = Counter()
+    for c in costs:
+        busy.update(c.busy)
+    return busy.most_common(1)[0][0]

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -110,9 +111,12 @@ class Session:
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         env.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
         env.globals["raise_exception"] = refuse
+        env.globals["strftime_now"] = lambda form: datetime.now(tz=UTC).astimezone().strftime(form)
         names = {t: self._token(t) for t in ("bos", "eos", "pad", "unk")}
         try:
             return env.from_string(template).render(
@@ -124,6 +128,12 @@ class Session:
             ) from e
 
     def _token(self, role: str) -> str:
+        """A special token's text: the tokenizer's own, else that of the model's id."""
+        if any(f.name == "tokenizer_config.json" for f in self.calbin.manifest.files):
+            own = json.loads(self.calbin.file("tokenizer_config.json")).get(f"{role}_token")
+            text = own.get("content") if isinstance(own, dict) else own
+            if isinstance(text, str):
+                return text
         ids = self.spec.tokens.eos if role == "eos" else (getattr(self.spec.tokens, role),)
         return "" if not ids or ids[0] is None else (self.tokenizer.id_to_token(ids[0]) or "")
 
@@ -208,6 +218,8 @@ class Session:
 
 
 def _are_ids(prompt: object) -> bool:
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
     return (
         not isinstance(prompt, str)
         and isinstance(prompt, Sequence)
@@ -242,7 +254,8 @@ def _chooser(s: Sampling) -> Callable[[NDArray[np.float32]], int]:
     rng = np.random.default_rng(s.seed)
 
     def draw(logits: NDArray[np.float32]) -> int:
-        z = logits.astype(np.float64) / s.temperature
+        with np.errstate(over="ignore"):  # at a temperature near 0 all but the largest go to -inf
+            z = (logits.astype(np.float64) - logits.max()) / s.temperature
         order = np.argsort(-z, kind="stable")
         if s.top_k:
             order = order[: s.top_k]

@@ -49,7 +49,7 @@ class Op(IntEnum):
     HALT = 0
     LOOP = 1  # rd = imm0; count = dims[0]; body up to the matching END
     END = 2
-    SALU = 3  # rd, sub = Alu, ra = imm0, rb = imm1 (flag IMM: imm2 is the second operand)
+    SALU = 3  # rd = imm0, sub = Alu, ra = imm1, rb = imm2 (flag IMM: imm2 is the second operand itself)
     CSRR = 4  # rd = imm0; csr index = imm1 + R[imm2]
     SLOAD = 5  # rd = imm0; reads one i32 from SRAM operand a
     WAIT = 8  # imm0 = semaphore, imm1 = count

@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from calc.core.errors import Problem, UsageError
 from calc.core.spec import Frozen
+
+PLACED = 64
+"""Bytes on multiples of which buffers, tiles and DRAM ranges are placed."""
 
 TARGET_DIR = Path(__file__).resolve().parent.parent / "targets"
 
@@ -37,12 +40,23 @@ class Whole(Quantity):
     value: float = Field(ge=1, multiple_of=1, allow_inf_nan=False)
 
 
+class Alignment(Whole):
+    """What every range must start on: the compiler places on 64 bytes, so a divisor of that."""
+
+    @field_validator("value")
+    @classmethod
+    def _divides(cls, value: float) -> float:
+        if PLACED % int(value):
+            raise ValueError(f"must divide {PLACED}, on multiples of which the compiler places")
+        return value
+
+
 class Memory(Frozen):
     """Capacities per chip."""
 
     sram: Whole
     dram: Whole
-    alignment: Whole
+    alignment: Alignment
 
 
 class Rates(Frozen):

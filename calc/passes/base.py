@@ -59,7 +59,7 @@ class Pass(ABC):
 
 
 class Rule(Pass):
-    """A fusion: finds anchors of one op type, last first, and rewrites those whose surroundings match."""
+    """A fusion: finds anchors of one op type, in graph order, and rewrites those whose surroundings match."""
 
     anchor: tuple[str, str]
 

@@ -132,6 +132,12 @@ def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
                 "ONNX_INPUTS", str(path), "a second graph of one shape", got=variant.name, hint="give each once"
             )
         graphs[variant] = g.model
+        for name, ref in g.weights.items():
+            if name in weights and not name.startswith("rope.") and not _same(weights[name], ref):
+                what = "an initializer of this name in another graph is a different weight"
+                problems.add(
+                    "ONNX_INPUTS", f"{path}: {name}", what, hint="weights shared by graphs need one name, others two"
+                )
         weights.update(g.weights)
     problems.raise_if_any(ModelError)
     files = host_files(spec.parent)
@@ -139,6 +145,13 @@ def load_exported(paths: Sequence[Path], spec: Path) -> Exported:
         # without the tokenizer beside it the artefact takes token ids only
         model_spec = model_spec.model_copy(update={"tokenizer": TokenizerSpec(kind="none")})
     return Exported(model_spec, graphs, weights, files)
+
+
+def _same(a: TensorRef, b: TensorRef) -> bool:
+    """Whether two references mean the same data: the same place in a file, or equal arrays."""
+    if isinstance(a, ArrayTensor) and isinstance(b, ArrayTensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(np.array_equal(a.array, b.array))
+    return a == b if not isinstance(a, ArrayTensor) and not isinstance(b, ArrayTensor) else False
 
 
 def _infer_layers(model: ir.Model) -> None:

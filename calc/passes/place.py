@@ -1,7 +1,7 @@
 """Partition and place: which layers each chip runs, and where weights, KV and inputs/outputs lie in its DRAM.
 
 A chip's DRAM, from address 0: weight shard, KV cache (per layer, keys then values, slot after slot), inputs and
-outputs (shared by all sub-models). Every range starts on the target's alignment.
+outputs (shared by all sub-models). Every range starts on a multiple of 64 bytes, which the target's alignment divides.
 """
 
 from __future__ import annotations

@@ -78,6 +78,9 @@ class Device:
         """
         self._check_prompt(tokens, past, slot)
         buckets = [s for s in self.prefill_buckets if bucket in (None, s.seq)]
+        if bucket is not None and not buckets:
+            known = ", ".join(str(s.seq) for s in self.prefill_buckets)
+            raise RuntimeFault(Problem("NO_SUCH_SUBMODEL", f"bucket {bucket}", "no prefill of this bucket", known))
         if not buckets:
             # a decode-only artefact takes the prompt token by token
             one = self.decode_batches[0]
@@ -184,8 +187,13 @@ class Device:
 
         Raises:
             CapacityError: BATCH_TOO_LARGE, CONTEXT_FULL.
-            RuntimeFault: TOKEN_RANGE, SLOT_RANGE, PAST_RANGE, SLOT_TWICE.
+            RuntimeFault: TOKEN_RANGE, SLOT_RANGE, PAST_RANGE, SLOT_TWICE, BATCH_UNEVEN.
         """
+        if not len(tokens) == len(past) == len(slots):
+            got = f"{len(tokens)} tokens, {len(past)} pasts, {len(slots)} slots"
+            raise RuntimeFault(
+                Problem("BATCH_UNEVEN", "decode", "each sequence has a token, a past and a slot", got=got)
+            )
         sub = self.decode_submodel(len(tokens))
         capacity = self.manifest.kv.capacity
         if full := [p for p in past if p >= capacity]:
@@ -209,8 +217,15 @@ class Device:
         return out[: len(tokens)]
 
     def kv(self, layer: int, slot: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The first `count` keys and values of a layer: f32 [count, kv_heads, dim] each."""
+        """The first `count` keys and values of a layer: f32 [count, kv_heads, dim] each.
+
+        Raises:
+            RuntimeFault: KV_RANGE.
+        """
         kv = self.manifest.kv
+        if not (0 <= layer < len(kv.layers) and 0 <= slot < kv.slots and 0 <= count <= kv.capacity):
+            limits = f"layer below {len(kv.layers)}, slot below {kv.slots}, count up to {kv.capacity}"
+            raise RuntimeFault(Problem("KV_RANGE", "kv", "no such rows", limits, f"{layer}, {slot}, {count}"))
         entry = kv.layers[layer]
         mem = self.machine.memories[entry.chip]
         out = []

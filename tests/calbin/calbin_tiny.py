@@ -14,12 +14,13 @@ import numpy as np
 from calc.calbin.layout import ALIGN, CHUNK
 from calc.core.isa import NO_REG, RECORD, Alu, DType, Engine, Flag, Fn, Op, Space
 from calc.core.packing import TileLayout, align, pack_int4
+from calc.core.target import load_target
 
 VOCAB, HIDDEN, HEAD = 64, 32, 16
 LAYERS = 2
 SLOTS, CAPACITY, ROWS = 2, 24, 32
 SHARD_BASE, KV_BASE, IO_BASE = 0, 1 << 20, 2 << 20
-TOML = 'name = "tiny"\n'
+TOML = load_target("calculet-1chip").toml
 TOKENIZER = b'{"version": "1.0"}'
 TOKENS = (1, 2, 3, 63, 5)
 LOGITS_ROWS = (1, 2, 3, 4)

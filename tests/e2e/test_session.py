@@ -7,7 +7,8 @@ import pytest
 
 import calc
 from calc.api.session import _chooser
-from calc.core.errors import UsageError
+from calc.core.errors import RuntimeFault, UsageError
+from calc.sim.runtime import Device
 
 
 def test_bad_parameters_are_named_together(tiny_calbin):
@@ -16,6 +17,45 @@ def test_bad_parameters_are_named_together(tiny_calbin):
         calc.Session(c).generate("Alice", sampling=bad)
     assert [p.where for p in e.value.problems] == ["temperature", "top_k", "top_p", "seed"]
     assert set(e.value.codes) == {"SAMPLING_RANGE"}
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = np.array([1.0, 3.0, 2.0], np.float32)
+    assert _chooser(calc.Sampling(temperature=1e-308))(logits) == 1
+
+
+def test_an_array_of_ids_is_a_prompt(tiny_calbin):
+    with calc.open(tiny_calbin) as c:
+        session = calc.Session(c)
+        assert session.generate(np.array([5, 6, 7]), max_new_tokens=2).prompt_tokens == 3
+
+
+def test_templates_may_break_and_ask_for_the_date(tiny_calbin):
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+        "{{ eos_token }}{{ strftime_now('%Y')|length }}"
+    )
+    with calc.open(tiny_calbin) as c:
+        session = calc.Session(c)
+        tokenizer = session.spec.tokenizer.model_copy(update={"chat_template": template})
+        session.spec = session.spec.model_copy(update={"tokenizer": tokenizer})
+        text = session._render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    assert text == "a<eos>4"
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda d: d.plan_prefill([1, 2], 0, 0, bucket=7), "NO_SUCH_SUBMODEL"),
+        (lambda d: d.decode([1], [0, 1], [0]), "BATCH_UNEVEN"),
+        (lambda d: d.kv(0, 99, 1), "KV_RANGE"),
+        (lambda d: d.kv(0, 0, 10**9), "KV_RANGE"),
+    ],
+)
+def test_requests_that_name_nothing(tiny_calbin, call, code):
+    with calc.open(tiny_calbin) as c, pytest.raises(RuntimeFault) as e:
+        call(Device(c))
+    assert e.value.code == code
 
 
 def test_the_same_seed_gives_the_same_text(tiny_calbin):

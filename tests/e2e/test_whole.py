@@ -207,3 +207,20 @@ def test_cost_does_not_depend_on_the_surroundings(tiny_calbin):
         assert d.time("prefill_b1_s16", [16], [0]).cycles == d.time("prefill_b1_s16", [16], [0]).cycles
         assert d.time("prefill_b1_s16", [8], [0]).macs < d.time("prefill_b1_s16", [16], [0]).macs
     assert cost.__doc__
+
+
+def test_moe_decode_reads_the_routed_experts_only(moe_calbins):
+    """Bytes of a decode step: every weight but the experts that were not chosen (2 of 4 in each layer)."""
+    with open_calbin(moe_calbins[0]) as c:
+        m = c.manifest
+        experts = [w for w in m.weights if w.experts]
+        assert len(experts) == 3 * len(m.model.layers)
+        unchosen = sum(w.nbytes // w.experts * (w.experts - m.model.experts_per_token) for w in experts)
+        tables = sum(w.nbytes for w in m.weights if w.name.startswith("rope."))
+        streamed = sum(w.nbytes for w in m.weights) - unchosen - tables
+        got = Device(c).time("decode_b1_s1", [1], [0]).dram_bytes
+        kv = 2 * 2 * sum(x.kv_heads * (x.key_dim + x.value_dim) for x in m.kv.layers)  # one row written, one read
+        # beside weights and KV: the token, its embedding row, its RoPE rows and the logits
+        rest = got - streamed - kv
+        row = 2 * m.model.hidden + 4 + 4 * m.model.head_dim + 4 * m.model.vocab
+        assert 0 <= rest - row < 64 * len(m.weights)

@@ -9,7 +9,9 @@ from calc.calbin.codec import Path
 from calc.calbin.layout import DRIVER_VERSION, INT_MAX, MAX_CHIPS, MAX_RANK, RUNTIME_VERSION, version_text
 from calc.calbin.manifest import SubModel, TensorDesc
 from calc.calbin.report import Context
+from calc.core.errors import UsageError
 from calc.core.isa import CSR_STRIDE, CSRS, ISA_NAME, ISA_VERSION
+from calc.core.target import parse_target
 from calc.core.tensors import DTYPES
 
 _NEWER = "install a newer calc, or compile the model again with this one"
@@ -60,6 +62,11 @@ def check_target(ctx: Context) -> None:
     if digest != m.target.digest:
         what = "the target's text does not have its digest"
         ctx.report.add("CALBIN_TARGET_DIGEST", ("target", "digest"), what, expected=digest, got=m.target.digest)
+    try:
+        parse_target(m.target.toml, m.target.name)
+    except UsageError as e:
+        what = "the target's text is not a target this version reads"
+        ctx.report.add("CALBIN_TARGET_DIGEST", ("target", "toml"), what, got=str(e)[:200], hint="compile again")
     if m.compatibility.calbin != m.format:
         what = "the compatibility record names another format version"
         got = m.compatibility.calbin

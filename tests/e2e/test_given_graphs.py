@@ -1,0 +1,80 @@
+"""Graphs and models that cannot be compiled as given."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+
+import calc
+from calc.core.errors import ModelError, UsageError
+from calc.core.target import load_target, parse_target
+from tests.conftest import GLASS
+from tests.e2e.models import ROOT
+
+
+@pytest.fixture
+def hand_made(tmp_path):
+    where = importlib.util.spec_from_file_location("from_onnx", ROOT / "examples" / "from_onnx.py")
+    module = importlib.util.module_from_spec(where)
+    where.loader.exec_module(module)
+    weights = module.weights()
+    for name, seq in (("prefill", 16), ("decode", 1)):
+        onnx.save(module.graph(seq, weights), tmp_path / f"{name}.onnx")
+    (tmp_path / "model_spec.json").write_text(module.spec().model_dump_json())
+    return tmp_path
+
+
+def compile_graphs(d):
+    return calc.compile_graphs([d / "prefill.onnx"], [d / "decode.onnx"], d / "model_spec.json", d / "x.calbin")
+
+
+def edited(path, edit):
+    model = onnx.load(path)
+    edit(model)
+    onnx.save(model, path)
+
+
+def test_one_name_for_two_weights(hand_made):
+    def other(model):
+        t = next(t for t in model.graph.initializer if t.name == "0.q")
+        t.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(t) + np.float32(1), "0.q"))
+
+    edited(hand_made / "decode.onnx", other)
+    with pytest.raises(ModelError) as e:
+        compile_graphs(hand_made)
+    assert e.value.code == "ONNX_INPUTS"
+    assert "0.q" in e.value.problems[0].where
+    assert not (hand_made / "x.calbin").exists()
+
+
+def test_graphs_with_different_weights(hand_made):
+    def renamed(model):
+        for t in model.graph.initializer:
+            t.name = "other" if t.name == "0.q" else t.name
+        for n in model.graph.node:
+            n.input[:] = ["other" if i == "0.q" else i for i in n.input]
+
+    edited(hand_made / "decode.onnx", renamed)
+    with pytest.raises(ModelError) as e:
+        compile_graphs(hand_made)
+    assert "other" in e.value.problems[0].got
+
+
+def test_a_config_without_weights_can_be_planned_only(tmp_path):
+    shutil.copy(GLASS / "config.json", tmp_path)
+    options = calc.CompileOptions(prefill=(16,), max_seq_len=64)
+    assert calc.compile(tmp_path, None, options).shard_bytes[0] > 1_700_000
+    with pytest.raises(UsageError) as e:
+        calc.compile(tmp_path, tmp_path / "x.calbin", options)
+    assert e.value.code == "USAGE_NO_WEIGHTS"
+
+
+def test_an_alignment_the_compiler_does_not_keep():
+    text = load_target("calculet-1chip").toml
+    with pytest.raises(UsageError) as e:
+        parse_target(text.replace("value = 64.0", "value = 4096.0", 1), "x")
+    assert "alignment" in e.value.problems[0].where
