@@ -98,7 +98,7 @@ def compile_model(
     problems: list[Problem] = []
     for i, v in enumerate(variants):
         try:
-            programs[v] = _lower(v, _calls_of(graphs[v]), placement, spec, target, progress, i, len(variants))
+            programs[v] = _lower(v, calls(graphs[v]), placement, spec, target, progress, i, len(variants))
         except CapacityError as e:
             problems += e.problems
     if problems:
@@ -342,10 +342,6 @@ def _fuse(g: Graph, ladder: LadderRun | None, progress: Progress) -> list[Call]:
         if changed and ladder is not None:
             ladder.after_pass(g, p.name)
     return calls(g, [r for p in passes if isinstance(p, Rule) for r in p.refusals])
-
-
-def _calls_of(g: Graph) -> list[Call]:
-    return calls(g)
 
 
 def _lower(

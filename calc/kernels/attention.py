@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.numerics import MASKED
-from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, store
+from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
 from calc.kernels.emit import Dim, Reg, View, dense
 
 if TYPE_CHECKING:
@@ -21,12 +21,6 @@ def heads_divide(call: Call) -> str | None:
     """Query heads are a multiple of KV heads."""
     h, kv = call.int("heads"), call.int("kv_heads")
     return None if h % kv == 0 else f"{h} query heads over {kv} KV heads"
-
-
-def softcap_positive(call: Call) -> str | None:
-    """The softcap is 0 (none) or a positive finite number."""
-    c = call.float("softcap")
-    return None if 0 <= c < float("inf") else f"softcap {c}"
 
 
 class Attention(Kernel):

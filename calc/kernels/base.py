@@ -79,6 +79,12 @@ Constraint = Callable[[Call], str | None]
 """Says why a call is refused (expected and got), or None. Its docstring is the rule in one sentence."""
 
 
+def softcap_positive(call: Call) -> str | None:
+    """The softcap is 0 (none) or a positive finite number."""
+    c = call.float("softcap")
+    return None if 0 <= c < float("inf") else f"softcap {c}"
+
+
 @dataclass(frozen=True)
 class Example:
     """A sample call: attributes and input shapes, from which tests draw values."""

@@ -16,6 +16,7 @@ from calc.kernels.base import (
     Work,
     matmul,
     rms_norm,
+    softcap_positive,
     store,
     weight_formals,
 )
@@ -23,12 +24,6 @@ from calc.kernels.emit import View
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
-
-
-def softcap_positive(call: Call) -> str | None:
-    """The softcap is 0 (none) or a positive finite number."""
-    c = call.float("softcap")
-    return None if 0 <= c < float("inf") else f"softcap {c}"
 
 
 class LmHead(Kernel):
