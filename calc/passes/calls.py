@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from calc.core.errors import Problems, UnsupportedError
+from calc.core.errors import ModelError, Problem, Problems, UnsupportedError
 from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Attr, Call, Kernel, Numerics
@@ -66,10 +66,24 @@ def calls(g: Graph, refusals: Iterable[Refusal] = ()) -> list[Call]:
 
 
 def make_call(node: ir.Node, kernel: Kernel) -> Call:
-    """One node as a call."""
+    """One node as a call.
+
+    Raises:
+        ModelError: ONNX_CALC_NODE for a node (of a graph made elsewhere) that is not a call of its kernel.
+    """
     attrs = node_attrs(node)
-    formals, _ = kernel.formals(attrs)
     values = [v for v in node.inputs if v is not None]
+    try:
+        formals, outs = kernel.formals(attrs)
+    except KeyError as e:
+        raise _not_a_call(node, "an attribute is missing", expected=str(e)) from e
+    if (len(formals), len(outs)) != (len(values), len(node.outputs)):
+        raise _not_a_call(
+            node,
+            "its inputs or outputs do not fit its attributes",
+            expected=f"({', '.join(formals)}) -> ({', '.join(outs)})",
+            got=f"{len(values)} inputs, {len(node.outputs)} outputs",
+        )
     inputs = {f: v.name or "?" for f, v in zip(formals, values, strict=True)}
     shapes = {v.name or "?": dims(v) for v in (*values, *node.outputs)}
     layer = node.metadata_props.get("calc.layer")
@@ -82,6 +96,11 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
         shapes,
         None if layer is None else int(layer),
     )
+
+
+def _not_a_call(node: ir.Node, what: str, expected: str, got: str = "") -> ModelError:
+    where = f"{node.op_type} {node.name or '?'}"
+    return ModelError(Problem("ONNX_CALC_NODE", where, what, expected, got, "docs/ops.md lists each op's inputs"))
 
 
 def bind_functions(g: Graph, numerics: Numerics) -> None:

@@ -78,3 +78,19 @@ def test_an_alignment_the_compiler_does_not_keep():
     with pytest.raises(UsageError) as e:
         parse_target(text.replace("value = 64.0", "value = 4096.0", 1), "x")
     assert "alignment" in e.value.problems[0].where
+
+
+@pytest.mark.parametrize(("attributes", "inputs"), [({"add": 0, "eps": 1e-5}, 3), ({"eps": 1e-5}, 2)])
+def test_a_calc_node_that_is_no_call_of_its_kernel(tmp_path, attributes, inputs):
+    from onnx import TensorProto, helper
+
+    names = [f"x{i}" for i in range(inputs)]
+    node = helper.make_node("RmsNorm", names, ["y"], domain="calc", name="odd", **attributes)
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4, 8]) for n in (*names, "y")]
+    graph = helper.make_graph([node], "g", values[:-1], values[-1:])
+    opsets = [helper.make_opsetid("", 25), helper.make_opsetid("calc", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "g.onnx")
+    with pytest.raises(ModelError) as e:
+        calc.inventory(tmp_path / "g.onnx")
+    assert e.value.code == "ONNX_CALC_NODE"
+    assert "odd" in e.value.problems[0].where
