@@ -121,7 +121,7 @@ def compile_model(
         if ladder is None
         else (ladder.plan, ladder.ladder, golden_arrays(ladder.plan, ladder.ladder, ladder.hf_logits)),
         files=exported.files,
-        graphs=_graph_files(graphs, "quantized", "npu"),
+        graphs=_graph_files(graphs, "quantized", "npu") if out is not None or keep_graphs is not None else {},
     )
     if keep_graphs is not None:
         write_files(keep_graphs, {**kept, **compiled.graphs})

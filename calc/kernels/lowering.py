@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from calc.core.isa import ITEMSIZE, Alu, DType, Engine, Fn, Op, Red, Space
+from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
 from calc.core.variant import Variant
 from calc.kernels.base import Call
@@ -222,10 +222,6 @@ class Lowering:
                         em.load(table.view.at(b * table.row_bytes), src.at(0, (past, row)), (1, half))
             self._tables[name] = table
         return self._tables[name]
-
-    def minimum(self, a: Reg, b: Dim) -> Reg:
-        """``min(a, b)`` in a register."""
-        return self.em.alu(Alu.MIN, a, b)
 
 
 def drain(tiles: Iterator[TileRef]) -> None:

@@ -60,7 +60,7 @@ def _fold(g: Graph, node: ir.Node) -> TensorRef | None:  # noqa: PLR0911 - one r
     refs = [g.weight(v) for v in node.inputs]
     first = refs[0]
     if node.op_type == "Concat" and all(r is not None for r in refs):
-        return ConcatTensor(tuple(r for r in refs if r is not None)) if ints_axis(node) == 0 else None
+        return ConcatTensor(tuple(r for r in refs if r is not None)) if attr(node, "axis", 0) == 0 else None
     if node.op_type == "Add":
         for ref, other in ((refs[0], node.inputs[1]), (refs[1], node.inputs[0])):
             value = scalar(other)
@@ -77,12 +77,6 @@ def _fold(g: Graph, node: ir.Node) -> TensorRef | None:  # noqa: PLR0911 - one r
         case "Slice":
             return _slice(first, node)
     return None
-
-
-def ints_axis(node: ir.Node) -> int:
-    """The axis attribute."""
-    a = node.attributes.get("axis")
-    return int(a.value) if a is not None else 0
 
 
 def _reshape(ref: TensorRef, shape: tuple[int, ...]) -> TensorRef:

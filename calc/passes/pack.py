@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,17 +44,10 @@ def pack_tile(layout: TileLayout, values: F32, bias: F32 | None) -> bytes:
     return out.tobytes()
 
 
-def tiles(layout: TileLayout, rows: Callable[[int, int], F32], bias: F32 | None) -> Iterator[bytes]:
-    """A weight's tiles in order; `rows(a, b)` reads rows a..b-1 as f32 [b - a, K]."""
-    for t in range(layout.tiles):
-        a = t * layout.tile_rows
-        b = a + layout.rows_of(t)
-        yield pack_tile(layout, rows(a, b), None if bias is None else bias[a:b])
-
-
 def pack_rows(layout: TileLayout, values: F32, bias: F32 | None = None) -> bytes:
-    """A whole weight that is already in memory."""
-    return b"".join(tiles(layout, lambda a, b: values[a:b], bias))
+    """A whole weight that is already in memory: its tiles one after another."""
+    cuts = [t * layout.tile_rows for t in range(layout.tiles)] + [layout.rows]
+    return b"".join(pack_tile(layout, values[a:b], None if bias is None else bias[a:b]) for a, b in pairwise(cuts))
 
 
 def pack_plain(values: NDArray[np.generic]) -> bytes:

@@ -25,7 +25,7 @@ from calc.kernels.base import Call, Scheme
 from calc.kernels.emit import Buffer, Packed, Plain
 from calc.kernels.lowering import KvBuffers
 from calc.passes.lower import ChipMemory, io_buffers
-from calc.passes.pack import pack_plain, tiles
+from calc.passes.pack import pack_plain, pack_tile
 from calc.passes.quantize import schemes as scheme_registry
 
 KV_ROW_MULTIPLE = 16
@@ -352,8 +352,7 @@ def _tile_job(item: Placed, ref: TensorRef, lay: TileLayout, t: int, check: Chec
         if item.bias is not None:
             bias = _f32(item.bias.rows(a, b))
             check(_source(item.bias, f"{item.handle.name}/bias"), bias, matrix=False)
-        one = TileLayout(lay.fmt, b - a, lay.cols, b - a, lay.group, lay.bias)
         with np.errstate(invalid="ignore", over="ignore"):  # nobody will see the tile of a weight that is not finite
-            return next(tiles(one, lambda x, y: rows[x:y], bias))
+            return pack_tile(lay, rows, bias)
 
     return run

@@ -32,7 +32,7 @@ class FuseAttentionKv(Rule):
         if attr(node, "is_causal", 0) != 1:
             return "attention is not causal"
         writes = [made_by(v, "TensorScatter") for v in node.inputs[1:3]]
-        if any(w is None or attr(w, "mode", "linear") != "linear" or ints_axis(w) != 2 for w in writes):
+        if any(w is None or attr(w, "mode", "linear") != "linear" or attr(w, "axis", -2) != 2 for w in writes):
             return "keys and values do not come from linear KV writes on axis 2"
         wk, wv = (w for w in writes if w is not None)
         q, k, v = (_token_major(x) for x in (node.inputs[0], wk.inputs[1], wv.inputs[1]))
@@ -68,12 +68,6 @@ class FuseAttentionKv(Rule):
         replace_value(g, wk.outputs[0], new.outputs[1])
         replace_value(g, wv.outputs[0], new.outputs[2])
         return None
-
-
-def ints_axis(node: ir.Node) -> int:
-    """The axis attribute, -2 when absent."""
-    a = node.attributes.get("axis")
-    return int(a.value) if a is not None else -2
 
 
 def _token_major(value: ir.Value | None) -> ir.Value | None:
