@@ -9,7 +9,7 @@ from functools import cache
 
 from calc.kernels.base import Kernel
 
-_SHARED = frozenset({"base", "emit", "functions", "lowering"})
+_SHARED = frozenset({"base", "emit", "functions", "lowering", "program"})
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.numerics import MASKED
 from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
-from calc.kernels.emit import Dim, Reg, View, dense
+from calc.kernels.program import Dim, Reg, View, dense
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import KvBuffers, Lowering

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Engine, Fn, Op
 from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
-from calc.kernels.emit import View, dense
+from calc.kernels.program import View, dense
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering

@@ -22,8 +22,8 @@ from calc.kernels.base import (
 from calc.kernels.lowering import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from calc.kernels.emit import Dim, Packed, Reg, View
     from calc.kernels.lowering import Lowering
+    from calc.kernels.program import Dim, Packed, Reg, View
 
 
 class Glu(Kernel):

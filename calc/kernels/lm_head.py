@@ -20,7 +20,7 @@ from calc.kernels.base import (
     store,
     weight_formals,
 )
-from calc.kernels.emit import View
+from calc.kernels.program import View
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering

@@ -9,7 +9,8 @@ from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
 from calc.core.variant import Variant
 from calc.kernels.base import Call
-from calc.kernels.emit import Buffer, Dim, Emitter, Packed, Plain, Reg, TileRef, View, dense
+from calc.kernels.emit import Emitter
+from calc.kernels.program import Buffer, Dim, Packed, Plain, Reg, TileRef, View, dense
 
 ACTIVATIONS = {"silu": Fn.SILU, "gelu": Fn.GELU, "gelu_tanh": Fn.GELU_TANH}
 

@@ -21,9 +21,9 @@ from calc.kernels.base import (
     store,
     weight_formals,
 )
-from calc.kernels.emit import Reg, View, dense
 from calc.kernels.glu import emit_glu
 from calc.kernels.lowering import Act, drain
+from calc.kernels.program import Reg, View, dense
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op
 from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, rms_norm, store
-from calc.kernels.emit import View, dense
+from calc.kernels.program import View, dense
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Act, Lowering

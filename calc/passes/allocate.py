@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from calc.core.errors import CapacityError, Problem
-from calc.kernels.emit import Buffer
+from calc.kernels.program import Buffer
 
 
 def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) -> int:

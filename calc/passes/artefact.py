@@ -44,7 +44,7 @@ from calc.core.options import Progress
 from calc.core.spec import ModelSpec
 from calc.core.target import Target
 from calc.core.variant import Variant
-from calc.kernels.emit import Packed, Plain
+from calc.kernels.program import Packed, Plain
 from calc.passes.finite import Finite
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
 from calc.passes.lower import ChipProgram, io_buffers

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from calc.core.errors import InternalError
 from calc.core.isa import MAX_DIMS, MAX_LOOP_DEPTH, MAX_TERMS, NO_REG, RANK_IMM, RECORD, Engine, Op
-from calc.kernels.emit import Dim, Instr, LoopNode, Reg, View
+from calc.kernels.program import Dim, Instr, LoopNode, Reg, View
 
 
 def encode(body: Sequence[Instr | LoopNode]) -> NDArray[np.void]:

@@ -14,8 +14,9 @@ from calc.core.target import Target
 from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Call
-from calc.kernels.emit import Buffer, Emitter, Packed, Plain
+from calc.kernels.emit import Emitter
 from calc.kernels.lowering import Act, Choices, KvBuffers, Lowering, weight_region
+from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.allocate import allocate
 from calc.passes.encode import encode
 from calc.passes.sync import Sync

@@ -22,8 +22,8 @@ from calc.core.tensors import RowsTensor, SelectTensor, StackTensor, TensorRef
 from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Call, Scheme
-from calc.kernels.emit import Buffer, Packed, Plain
 from calc.kernels.lowering import KvBuffers
+from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.lower import ChipMemory, io_buffers
 from calc.passes.pack import pack_plain, pack_tile
 from calc.passes.quantize import schemes as scheme_registry

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from calc.core.isa import FIRST_SYNC_SEMAPHORE, Engine, Op
-from calc.kernels.emit import Buffer, Instr, LoopNode
+from calc.kernels.program import Buffer, Instr, LoopNode
 
 ENGINES = len(Engine)
 Node = Instr | LoopNode

@@ -13,7 +13,7 @@ from calc.calbin.reader import open_calbin
 from calc.core.errors import InternalError, RuntimeFault, VerificationError
 from calc.core.isa import Alu, DType, Engine, Flag, Op, Space
 from calc.core.target import load_target
-from calc.kernels.emit import Buffer, Instr, LoopNode, Reg, View
+from calc.kernels.program import Buffer, Instr, LoopNode, Reg, View
 from calc.passes.encode import encode
 from calc.sim.control import ITERATION_CAP
 from calc.sim.engines import compile_instruction

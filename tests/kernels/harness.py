@@ -14,9 +14,9 @@ from calc.core.packing import TileLayout
 from calc.core.target import load_target
 from calc.core.variant import Variant
 from calc.kernels.base import Call, Example, Kernel, Numerics
-from calc.kernels.emit import Buffer, Packed, Plain
 from calc.kernels.functions import function_proto
 from calc.kernels.lowering import KvBuffers
+from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.lower import ChipMemory, lower
 from calc.passes.pack import pack_plain, pack_rows
 from calc.sim.machine import Machine, csr_file
@@ -198,8 +198,9 @@ def run_sim(
 def _lower_one(lower_module, kernel, call, variant, chip, target, src, acts, end, out_shapes):
     """Lower one call, with its activations loaded before and its results stored after it."""
     from calc.core.isa import DType
-    from calc.kernels.emit import Emitter, View
+    from calc.kernels.emit import Emitter
     from calc.kernels.lowering import Choices, Lowering, weight_region
+    from calc.kernels.program import View
 
     em = Emitter(weight_region("weights", chip.shard_bytes, 0), 3, 1 << 20)
     low = Lowering(em, variant, chip.weights, chip.kv, chip.io, Choices(8192, 32))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from calc.core.errors import CapacityError
 from calc.core.isa import Space
-from calc.kernels.emit import Buffer
+from calc.kernels.program import Buffer
 from calc.passes.allocate import allocate
 from calc.passes.place import split_layers
 

@@ -20,8 +20,9 @@ from calc.core.isa import (
     Space,
 )
 from calc.core.packing import TileLayout
-from calc.kernels.emit import Buffer, Emitter, Instr, LoopNode, Packed, Reg, TileRef, View
+from calc.kernels.emit import Emitter
 from calc.kernels.lowering import weight_region
+from calc.kernels.program import Buffer, Instr, LoopNode, Packed, Reg, TileRef, View
 from calc.passes.encode import encode
 from calc.sim.program import decode
 
