@@ -1,5 +1,7 @@
-"""What a program is made of before it has addresses: registers, buffers, views, instructions and loops, and the
-handles of weights. Kernels name these (`emit.py`); the passes give them addresses, order and bytes.
+"""What a program is made of before it has addresses.
+
+Registers, buffers, views, instructions and loops, and the handles of weights. Kernels name these through the emitter
+(`emit.py`); the passes give them addresses, order and bytes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from calc.passes.base import Rule
 from calc.passes.order import fusion_passes
 from calc.passes.quantize import schemes
 
-SHARED = {"__init__", "base", "emit", "functions", "lowering"}
+SHARED = {"__init__", "base", "emit", "functions", "lowering", "program"}
 
 
 def files(package: object) -> set[str]:
