@@ -35,8 +35,8 @@ def simulated(path: Path, tokens: list[int]) -> np.ndarray:
     """Logits of every row, one decode step at a time."""
     with calc.open(path) as c:
         device = Device(c)
-        if c.manifest.kv.capacity < len(tokens):
-            sys.exit(f"{path}: capacity {c.manifest.kv.capacity} is less than {len(tokens)} tokens")
+        if c.manifest.states.capacity < len(tokens):
+            sys.exit(f"{path}: capacity {c.manifest.states.capacity} is less than {len(tokens)} tokens")
         rows = [device.prefill(tokens[:1])]
         with Progress(transient=True) as bar:
             for t in bar.track(range(1, len(tokens)), description=path.name):

@@ -66,7 +66,7 @@ from pathlib import Path
 from calc.core.variant import Variant
 from calc.frontend.export import export
 from calc.passes.inventory import take_stock
-from calc.pipeline import _graph
+from calc.stages.source import _graph
 role, seq = sys.argv[2], int(sys.argv[3])
 v = Variant(role, 1, seq)
 e = export(Path(sys.argv[1]), [v], 4096)

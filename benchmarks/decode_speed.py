@@ -23,8 +23,8 @@ from calc.passes.base import Graph
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Segment, session
 from calc.passes.order import fusion_passes
-from calc.pipeline import _graph
 from calc.sim.runtime import Device
+from calc.stages.source import _graph
 
 
 def fused_session(model: Path, capacity: int) -> tuple[rt.InferenceSession, Graph]:

@@ -51,7 +51,7 @@ def bench(
         outputs: output lengths in tokens.
     """
     device = Device(calbin)
-    target, capacity = device.target, calbin.manifest.kv.capacity
+    target, capacity = device.target, calbin.manifest.states.capacity
     hz, call = target.rates.clock.value, target.costs.call.value
     rows, skipped = [], []
     for n in prompts:

@@ -185,7 +185,7 @@ class Session:
                     text = now
             if len(out) >= max_new_tokens:
                 break
-            if len(ids) + len(out) > self.calbin.manifest.kv.capacity:
+            if len(ids) + len(out) > self.calbin.manifest.states.capacity:
                 # the last token needs a row of its own to be followed by another one
                 finish = "capacity"
                 break
@@ -195,7 +195,8 @@ class Session:
         middle = len(ids) + len(out) // 2
         decode = self.device.decode_submodel(1)
         tpot = (
-            self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.kv.capacity - 1)]).cycles / hz + call
+            self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.states.capacity - 1)]).cycles / hz
+            + call
         )
         return Generation(
             text=final,

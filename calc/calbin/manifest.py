@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from calc.core.roles import ModelType, RoleName
 from calc.core.spec import Frozen, ModelSpec
+from calc.core.state import ITEMSIZE, Growth, StateDType
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -139,8 +141,8 @@ class SubModel(Frozen):
     """One compiled variant. The host chooses by `role`, `batch` and `seq`, never by `name` (R4)."""
 
     name: Name
-    role: Literal["prefill", "decode", "encode"]
-    model_type: Literal["llm_prefill", "llm_decode", "encoder"]
+    role: RoleName
+    model_type: ModelType
     batch: Positive
     seq: Positive
     workload: Workload
@@ -150,28 +152,45 @@ class SubModel(Frozen):
     outputs: tuple[TensorDesc, ...]
 
 
-class KvLayer(Frozen):
-    """One layer's KV cache. A slot's rows are tokens: ``[capacity, kv_heads * dim]``, `slot` strides apart."""
+class StatePart(Frozen):
+    """The heads of a state that one chip holds: `heads` of them from `first_head` on, at `offset` in its DRAM."""
 
-    layer: Count
     chip: Count
-    key_offset: Count
-    value_offset: Count
-    kv_heads: Positive
-    key_dim: Positive
-    value_dim: Positive
-    window: Positive | None = None
+    offset: Count
+    first_head: Count
+    heads: Positive
 
 
-class KvLayout(Frozen):
-    """The KV cache: shared by every sub-model. `capacity` is in tokens per slot, `rows` what memory holds."""
+class StateDesc(Frozen):
+    """One state: what a slot keeps of a sequence between calls.
 
-    dtype: Literal["bf16"]
+    A slot holds `rows` rows of ``heads * dim`` elements; slots lie one behind another in each part. How token t's row
+    is found depends on `growth`: ``token`` at row t, ``ring`` at row ``t mod rows`` (the last `window` tokens count),
+    ``fixed`` has one row for the whole sequence. `layer` is None for a state outside of the layers.
+    """
+
+    name: Name
+    layer: Count | None
+    dtype: StateDType
+    heads: Positive
+    dim: Positive
+    growth: Growth
+    window: Positive | None
+    rows: Positive
+    parts: Annotated[tuple[StatePart, ...], Field(min_length=1)]
+
+    def part_bytes(self, part: StatePart, slots: int) -> int:
+        """Bytes of a part, all slots."""
+        return slots * self.rows * part.heads * self.dim * ITEMSIZE[self.dtype]
+
+
+class StateLayout(Frozen):
+    """All states, shared by every sub-model. `capacity` is in tokens per slot; growing rows are whole `tile` rows."""
+
     slots: Positive
     capacity: Positive
-    rows: Positive
     tile: Positive
-    layers: tuple[KvLayer, ...]
+    states: tuple[StateDesc, ...]
 
 
 class Csr(Frozen):
@@ -285,7 +304,7 @@ class Manifest(Frozen):
     submodels: Annotated[tuple[SubModel, ...], Field(min_length=1)]
     shards: Annotated[tuple[ShardDesc, ...], Field(min_length=1)]
     weights: tuple[WeightDesc, ...]
-    kv: KvLayout
+    states: StateLayout
     csrs: tuple[Csr, ...]
     quantization: tuple[QuantEntry, ...]
     golden: Golden | None

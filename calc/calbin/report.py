@@ -89,7 +89,7 @@ class Context:
         report: where problems go.
         sections: sections by name; of two with one name the first.
         csrs: names of the CSR arrays.
-        kv_chips: the chip that has a layer's KV cache, by layer.
+        state_chips: the chips that have a layer's states, by layer.
     """
 
     def __init__(self, manifest: Manifest, report: Report) -> None:
@@ -97,4 +97,7 @@ class Context:
         self.report = report
         self.sections = {s.name: s for s in reversed(manifest.sections)}
         self.csrs = {c.name for c in manifest.csrs}
-        self.kv_chips = {layer.layer: layer.chip for layer in manifest.kv.layers}
+        self.state_chips: dict[int, set[int]] = {}
+        for state in manifest.states.states:
+            if state.layer is not None:
+                self.state_chips.setdefault(state.layer, set()).update(p.chip for p in state.parts)

@@ -13,7 +13,7 @@ from calc.calbin.checks.deep import check_shards
 from calc.calbin.checks.digests import check_section
 from calc.calbin.checks.fields import to_manifest
 from calc.calbin.checks.memory import check_dram, check_parts
-from calc.calbin.checks.model import check_compatibility, check_kv, check_submodels, check_target
+from calc.calbin.checks.model import check_compatibility, check_states, check_submodels, check_target
 from calc.calbin.checks.names import check_names, check_quantization, check_references
 from calc.calbin.checks.placement import check_entries, check_sections, check_weights
 from calc.calbin.checks.program import check_programs
@@ -58,7 +58,7 @@ def validate(buf: memoryview, size: int, *, deep: bool) -> Manifest:
     report.raise_if_any()
 
     check_submodels(ctx)
-    check_kv(ctx)
+    check_states(ctx)
     check_dram(ctx)
     check_parts(ctx)
     check_weights(ctx)

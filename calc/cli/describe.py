@@ -54,7 +54,7 @@ def summary(m: Manifest, nbytes: int, limit: int) -> None:
     """The page of `calc inspect`."""
     s, p, c = m.model, m.provenance, m.compatibility
     line(f"{s.name} ({s.family}, {len(s.layers)} layers, hidden {s.hidden}, vocabulary {s.vocab}) for {m.target.name}")
-    line(f"calbin {version(m.format)}, {size(nbytes)}, {m.kv.capacity} tokens × {m.kv.slots} KV slots ({m.kv.dtype})")
+    line(f"calbin {version(m.format)}, {size(nbytes)}, {m.states.capacity} tokens × {m.states.slots} slots")
     _submodels(m)
     table("Weights", ("scheme", "format", ">count", ">size"), [(a, b, n, size(k)) for a, b, n, k in weight_rows(m)])
     table(

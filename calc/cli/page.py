@@ -48,7 +48,7 @@ def page(m: Manifest, nbytes: int, path: str) -> str:
     head = f"{m.model.name} on {m.target.name}"
     body = [
         f"<h1>{_text(head)}</h1>",
-        f"<p class=note>{_text(path)}, {size(nbytes)}; {m.kv.capacity} tokens × {m.kv.slots} KV slots; "
+        f"<p class=note>{_text(path)}, {size(nbytes)}; {m.states.capacity} tokens × {m.states.slots} slots; "
         f"times are predicted for the target</p>",
         "<h2>Sub-models</h2>",
         _submodels(m),

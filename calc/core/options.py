@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
 
 from pydantic import Field
 
@@ -23,22 +22,44 @@ class CompileOptions(Frozen):
     Attributes:
         target: a bundled target's name or the path of a TOML file.
         quant: bf16, w8a8, w4a16 or the path of a recipe.
-        prefill: sequence buckets. Longer prompts run in chunks.
-        batch: decode batches; batch 1 is always compiled too.
+        prefill: sequence buckets. Longer prompts run in chunks. None at all makes a decode-only artefact.
+        batch: decode batches; batch 1 is compiled beside them. None at all makes a prefill-only artefact.
         max_seq_len: tokens a KV slot holds; None takes the model's context, at most 4096.
         jobs: worker threads that read and pack weights. The result does not depend on it.
         golden: make golden vectors (needs torch and transformers).
+        split: how the model is split over the target's chips; None takes the target's way.
         check_passes: run the graph in ONNX Runtime after every pass; None does so for models under 50 M parameters.
     """
 
     target: str = "calculet-1chip"
     quant: str = "bf16"
-    prefill: Annotated[tuple[int, ...], Field(min_length=1)] = (128,)
-    batch: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
+    prefill: tuple[int, ...] = (128,)
+    batch: tuple[int, ...] = (1,)
     max_seq_len: int | None = Field(default=None, gt=0)
     jobs: int = Field(default=1, gt=0, le=256)
     golden: bool = True
     check_passes: bool | None = None
+    split: str | None = None
+
+
+class RowBlock(Frozen):
+    """A way to work through a bucket's rows in blocks that SRAM has room for.
+
+    Attributes:
+        kind: how the graph is cut into regions that share a loop over blocks: whole, halves (of a layer), calls.
+        rows: rows of a block, for each size in use.
+        weight_reads: how often the weights of the region with the smallest block are read.
+        weight_bytes: weights that a full bucket reads.
+        spill_bytes: activations that it writes to DRAM and reads back.
+        cycles: bytes and MACs at the target's rates, overlapping: what candidates are compared by.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    weight_reads: int
+    weight_bytes: int
+    spill_bytes: int
+    cycles: int
 
 
 class VariantReport(Frozen):
@@ -59,6 +80,7 @@ class VariantReport(Frozen):
     seconds: float
     tokens_per_second: float
     bound: str
+    row_blocks: tuple[RowBlock, ...] = ()
 
 
 class RungReport(Frozen):

@@ -98,7 +98,7 @@ class Target(Frozen):
     name: str
     description: str
     chips: int = Field(gt=0, le=16)
-    split: Literal["layers"]
+    split: str
     memory: Memory
     rates: Rates
     costs: Costs

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Role = Literal["prefill", "decode"]
+from calc.core.roles import RoleName
 
 
 @dataclass(frozen=True, order=True)
@@ -13,12 +12,12 @@ class Variant:
     """One static shape of the model.
 
     Attributes:
-        role: prefill takes `seq` tokens at once, decode exactly one.
+        role: what it is for; see `roles.ROLES`.
         batch: sequences in a call.
         seq: the bucket: tokens per sequence the graph has room for (1 for decode).
     """
 
-    role: Role
+    role: RoleName
     batch: int
     seq: int
 

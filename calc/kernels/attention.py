@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from calc.core.errors import InternalError
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.numerics import MASKED
+from calc.core.roles import state_of
+from calc.core.state import ROW_MULTIPLE, StateSpec
 from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
 from calc.kernels.program import Dim, Reg, View, dense
 
 if TYPE_CHECKING:
-    from calc.kernels.lowering import KvBuffers, Lowering
+    from calc.kernels.lowering import Lowering
 
 NO_WINDOW = 2**31 - 1
 
@@ -42,6 +45,20 @@ class Attention(Kernel):
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ()
+
+    def states(self, call: Call) -> Mapping[str, StateSpec]:
+        window = call.int("window")
+        return {
+            formal: StateSpec(
+                name=state_of(call.inputs[formal]),
+                layer=call.layer,
+                heads=call.int("kv_heads"),
+                dim=call.int(dim),
+                growth="ring" if window else "token",
+                window=window or None,
+            )
+            for formal, dim in (("past_k", "head_dim"), ("past_v", "value_dim"))
+        }
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         lines = []
@@ -105,40 +122,47 @@ class Attention(Kernel):
 
 @dataclass
 class _Flash:
-    """One attention call while it is being written. Scores are [kv head, query, group, key]."""
+    """One attention call while it is being written. Scores are [kv head, query, group, key].
+
+    Keys come from two places: the state in DRAM, and, where that is a ring, the block's own rows in SRAM. A ring has
+    no room for them beside the keys that the block's first query still sees; they are written to it at the end.
+    """
 
     low: Lowering
     call: Call
 
     def __post_init__(self) -> None:
-        c = self.call
+        c, low = self.call, self.low
         self.heads, self.kv_heads = c.int("heads"), c.int("kv_heads")
         self.group = self.heads // self.kv_heads
         self.dk, self.dv = c.int("head_dim"), c.int("value_dim")
         self.window = c.int("window")
-        self.seq = self.low.variant.seq
+        self.decode = low.variant.seq == 1
+        self.keys, self.values = low.state(c, "past_k"), low.state(c, "past_v")
         per_key = self.heads * 4
-        budget = self.low.choices.score_bytes
-        self.q_block = min(self.seq, max(1, budget // (per_key * min(128, self.low.choices.kv_tile))))
-        rows = self.low.kv[self._layer].rows
-        self.tile = max(16, min(self.low.choices.kv_tile, budget // (per_key * self.q_block), rows) // 16 * 16)
-
-    @property
-    def _layer(self) -> int:
-        assert self.call.layer is not None
-        return self.call.layer
+        choices, limit = low.choices, low.tokens.limit
+        self.q_block = 1 if self.decode else min(limit, max(1, choices.score_bytes // (per_key * choices.key_block)))
+        fits = min(choices.kv_tile, choices.score_bytes // (per_key * self.q_block), self.keys.rows)
+        self.tile = max(ROW_MULTIPLE, fits // ROW_MULTIPLE * ROW_MULTIPLE)
+        while self.keys.ring and self.keys.rows % self.tile:
+            self.tile -= ROW_MULTIPLE  # a tile must not cross the ring's end
 
     def emit(self) -> None:
-        """Write k and v, then attend; sequence by sequence of the batch."""
+        """Write k and v, and attend; sequence by sequence of the batch."""
         low, em = self.low, self.low.em
-        self.y = low.new(self.call.outputs[0], self.heads * self.dv)
+        self.q, self.k, self.v = (low.act(self.call.inputs[n]) for n in ("q", "k", "v"))
+        self.y = low.new(self.call.outputs[0], self.heads * self.dv, self.q.rows)
         cells = self.kv_heads * self.q_block * self.group
-        self.k_tile = em.sram("k_tile", self.tile * self.kv_heads * self.dk * 2)
-        self.v_tile = em.sram("v_tile", self.tile * self.kv_heads * self.dv * 2)
+        self.k_tile = em.sram("k_tile", self.tile * self.keys.row_bytes)
+        self.v_tile = em.sram("v_tile", self.tile * self.values.row_bytes)
         self.scores = em.sram("scores", cells * self.tile * 4)
-        self.acc = em.sram("acc", cells * self.dv * 4)
-        self.stats = {n: em.sram(n, cells * 4) for n in ("row_max", "new_max", "factor", "row_sum", "tile_sum")}
-        if low.variant.batch == 1:
+        acc = em.sram("acc", cells * self.dv * 4)
+        self.acc = dense(acc, DType.F32, self.kv_heads, self.q_block, self.group, self.dv)
+        self.stats = {
+            n: dense(em.sram(n, cells * 4), DType.F32, self.kv_heads, self.q_block, self.group)
+            for n in ("row_max", "new_max", "factor", "row_sum", "tile_sum")
+        }
+        if not self.decode or low.variant.batch == 1:
             with em.scope():
                 self._sequence(None)
         else:
@@ -148,83 +172,107 @@ class _Flash:
                 self._sequence(b)
 
     def _sequence(self, b: Reg | None) -> None:
-        low, em, kv = self.low, self.low.em, self.low.kv[self._layer]
+        low, em = self.low, self.low.em
         seq: Dim = 0 if b is None else b
-        past, cur, slot = (em.csr(n, seq) for n in ("past_kv_cur_seq_len", "cur_seq_len", "kv_slot"))
-        for which, formal, dim in (("key", "k", self.dk), ("value", "v", self.dv)):
-            src = low.act(self.call.inputs[formal])
-            rows = src.view if b is None else src.view.at(0, (b, self.seq * src.row_bytes))
-            em.store(kv.view(which, slot, (past,)), rows, (cur, self.kv_heads * dim))
-        if self.seq == 1:
-            self._block(kv, b, slot, past, cur, None)
+        first, slot = low.position(seq), em.csr("kv_slot", seq)
+        if self.decode:
+            cur = em.csr("cur_seq_len", seq)
+            row = em.alu(Alu.MOD, first, self.keys.rows) if self.keys.ring else first
+            for act, state in ((self.k, self.keys), (self.v, self.values)):
+                em.store(
+                    state.view(slot, row),
+                    act.view if b is None else act.view.at(0, (b, act.row_bytes)),
+                    (cur, act.width),
+                )
+            self._block(b, slot, first, cur, None)
             return
-        blocks = em.alu(Alu.CDIV, cur, self.q_block)
-        with em.loop(blocks) as qb:
+        rows = self.q.rows.count
+        count = rows if isinstance(rows, Reg) else em.const(rows)
+        if not self.keys.ring:
+            for act, state in ((self.k, self.keys), (self.v, self.values)):
+                em.store(state.view(slot, first), act.view, (count, act.width))
+        with em.loop(em.alu(Alu.CDIV, count, self.q_block)) as qb:
             q0 = em.alu(Alu.MUL, qb, self.q_block)
-            n = em.alu(Alu.MIN, em.alu(Alu.SUB, cur, q0), self.q_block)
-            first = em.alu(Alu.ADD, past, q0)
-            self._block(kv, b, slot, first, n, q0)
+            n = em.alu(Alu.MIN, em.alu(Alu.SUB, count, q0), self.q_block)
+            self._block(None, slot, first, n, q0)
+        if self.keys.ring:
+            self._write_ring(slot, first, count)
 
-    def _block(self, kv: KvBuffers, b: Reg | None, slot: Reg, first: Reg, n: Dim, q0: Reg | None) -> None:
-        """Queries at positions ``first .. first + n - 1`` against every key they may see."""
-        em, low = self.low.em, self.low
-        g, hk = self.group, self.kv_heads
-        q = low.act(self.call.inputs["q"])
-        terms = [(r, step * q.row_bytes) for r, step in ((b, self.seq), (q0, 1)) if r is not None]
-        qv = q.view.at(0, *terms).stepped(g * self.dk * 2, q.row_bytes, self.dk * 2, 2)
-        rows: tuple[Dim, ...] = (hk, n, g)
-        st = {k: dense(v, DType.F32, hk, self.q_block, g) for k, v in self.stats.items()}
-        acc = dense(self.acc, DType.F32, hk, self.q_block, g, self.dv)
-        em.fill(rows, st["row_max"], MASKED)
-        em.fill(rows, st["row_sum"], 0.0)
-        em.fill((*rows, self.dv), acc, 0.0)
-        total = em.alu(Alu.ADD, first, n)
-        start = None
-        tiles = em.alu(Alu.CDIV, total, self.tile)
+    def _write_ring(self, slot: Reg, first: Reg, count: Reg) -> None:
+        """The block's last rows, as many as the ring holds, in two runs: up to the ring's end, and from its start."""
+        em, size = self.low.em, self.keys.rows
+        keep = em.alu(Alu.MIN, count, size)
+        skip = em.alu(Alu.SUB, count, keep)
+        start = em.alu(Alu.MOD, em.alu(Alu.ADD, first, skip), size)
+        until = em.alu(Alu.MIN, keep, em.alu(Alu.SUB, em.const(size), start))
+        rest = em.alu(Alu.SUB, keep, until)
+        for act, state in ((self.k, self.keys), (self.v, self.values)):
+            rows = act.view.at(0, (skip, act.row_bytes))
+            em.store(state.view(slot, start), rows, (until, act.width))
+            em.store(state.view(slot), rows.at(0, (until, act.row_bytes)), (rest, act.width))
+
+    def _block(self, b: Reg | None, slot: Reg, first: Reg, n: Dim, q0: Reg | None) -> None:
+        """`n` queries, the first of them `q0` rows into the block at position `first`, against every key they see."""
+        em = self.low.em
+        g, q, y = self.group, self.q, self.y
+        at = [r for r in (b, q0) if r is not None]
+        qv = q.view.at(0, *[(r, q.row_bytes) for r in at]).stepped(g * self.dk * 2, q.row_bytes, self.dk * 2, 2)
+        rows: tuple[Dim, ...] = (self.kv_heads, n, g)
+        em.fill(rows, self.stats["row_max"], MASKED)
+        em.fill(rows, self.stats["row_sum"], 0.0)
+        em.fill((*rows, self.dv), self.acc, 0.0)
+        here = first if q0 is None else em.alu(Alu.ADD, first, q0)
+        own = self.keys.ring and not self.decode
+        stored = first if own else em.alu(Alu.ADD, here, n)
+        for t0, keys in self._tiles(here, stored):
+            row = em.alu(Alu.MOD, t0, self.keys.rows) if self.keys.ring else t0
+            k = View(self.k_tile, DType.BF16, (self.keys.row_bytes, 2))
+            v = View(self.v_tile, DType.BF16, (self.values.row_bytes, 2))
+            em.load(k, self.keys.view(slot, row), (keys, self.k.width))
+            em.load(v, self.values.view(slot, row), (keys, self.v.width))
+            self._tile(rows, qv, k, v, em.alu(Alu.SUB, here, t0), keys)
+        if own:
+            if q0 is None:
+                raise InternalError(f"{self.call.name}: a block of queries without a place among its own keys")
+            for t0, keys in self._tiles(q0, em.alu(Alu.ADD, q0, n)):
+                k, v = (a.view.at(0, (t0, a.row_bytes)) for a in (self.k, self.v))
+                self._tile(rows, qv, k, v, em.alu(Alu.SUB, q0, t0), keys)
+        out = y.view.at(0, *[(r, y.row_bytes) for r in at]).stepped(g * self.dv * 2, y.row_bytes, self.dv * 2, 2)
+        sums = self.stats["row_sum"]
+        em.vmap(Fn.DIV, (*rows, self.dv), out, self.acc, sums.stepped(*sums.steps, 0))
+
+    def _tiles(self, query: Reg, end: Reg) -> Iterator[tuple[Reg, Reg]]:
+        """A loop over tiles of keys up to `end`, from the oldest that the first query sees: (start, keys in the tile).
+
+        Query and keys are counted from one origin: position 0, or the block's first row. Tiles start at multiples of
+        their size, so that none crosses the end of a ring.
+        """
+        em = self.low.em
+        tiles, start = em.alu(Alu.CDIV, end, self.tile), None
         if self.window:
-            oldest = em.alu(Alu.MAX, em.alu(Alu.SUB, first, self.window - 1), 0)
+            oldest = em.alu(Alu.MAX, em.alu(Alu.SUB, query, self.window - 1), 0)
             start = em.alu(Alu.DIV, oldest, self.tile)
             tiles = em.alu(Alu.SUB, tiles, start)
         with em.loop(tiles) as t:
             index = t if start is None else em.alu(Alu.ADD, t, start)
             t0 = em.alu(Alu.MUL, index, self.tile)
-            keys = em.alu(Alu.MIN, em.alu(Alu.SUB, total, t0), self.tile)
-            self._tile(kv, slot, rows, qv, acc, st, (first, t0, keys))
-        size = 2
-        y = self.y.view.at(0, *[(r, s * self.y.row_bytes) for r, s in ((b, self.seq), (q0, 1)) if r is not None])
-        out = y.stepped(g * self.dv * size, self.y.row_bytes, self.dv * size, size)
-        sums = st["row_sum"]
-        em.vmap(Fn.DIV, (*rows, self.dv), out, acc, sums.stepped(*sums.steps, 0))
+            yield t0, em.alu(Alu.MIN, em.alu(Alu.SUB, end, t0), self.tile)
 
-    def _tile(
-        self,
-        kv: KvBuffers,
-        slot: Reg,
-        rows: tuple[Dim, ...],
-        qv: View,
-        acc: View,
-        st: dict[str, View],
-        where: tuple[Reg, Reg, Reg],
-    ) -> None:
-        em, hk, call = self.low.em, self.kv_heads, self.call
-        first, t0, keys = where
-        krow, vrow = hk * self.dk * 2, hk * self.dv * 2
-        kt, vt = View(self.k_tile, DType.BF16, (krow, 2)), View(self.v_tile, DType.BF16, (vrow, 2))
-        em.load(kt, kv.view("key", slot, (t0,)), (keys, hk * self.dk))
-        em.load(vt, kv.view("value", slot, (t0,)), (keys, hk * self.dv))
-        s = dense(self.scores, DType.F32, hk, self.q_block, self.group, self.tile)
+    def _tile(self, rows: tuple[Dim, ...], qv: View, k: View, v: View, ahead: Reg, keys: Reg) -> None:
+        """One tile of keys and values (steps: row, element); the first query is `ahead` of the tile's first key."""
+        em, call, st, acc = self.low.em, self.call, self.stats, self.acc
+        s = dense(self.scores, DType.F32, self.kv_heads, self.q_block, self.group, self.tile)
         dims = (rows[0], rows[1], rows[2], keys, self.dk)
-        em.gemm(dims, s, qv, kt.stepped(self.dk * 2, krow, 2), alpha=call.float("scale"))
+        em.gemm(dims, s, qv, k.stepped(self.dk * 2, k.steps[0], 2), alpha=call.float("scale"))
         cap = call.float("softcap")
         cells = (*rows, keys)
         if cap:
             em.vmap(Fn.AFFINE, cells, s, s, f=(1.0 / cap, 0.0))
             em.vmap(Fn.TANH, cells, s, s)
             em.vmap(Fn.AFFINE, cells, s, s, f=(cap, 0.0))
-        if self.seq > 1 or self.window:
-            # the key at index j is position t0 + j, the query at index i position first + i: seen when 0 <= first + i
-            # - t0 - j < window. One decode query without a window sees every key that is loaded.
-            ahead = em.alu(Alu.SUB, first, t0)
+        if not self.decode or self.window:
+            # key j of the tile is seen by query i when 0 <= ahead + i - j < window. One decode query without a window
+            # sees every key that is loaded.
             em.op(
                 Op.VBAND, Engine.VEC, cells, imm=(1, ahead.index, self.window or NO_WINDOW), fimm=(MASKED,), dst=s, a=s
             )
@@ -238,6 +286,5 @@ class _Flash:
         em.vmap(Fn.COPY, rows, st["row_max"], st["new_max"])
         f = st["factor"]
         em.vmap(Fn.MUL, (*rows, self.dv), acc, acc, f.stepped(*f.steps, 0))
-        em.gemm(
-            (rows[0], rows[1], rows[2], self.dv, keys), acc, s, vt.stepped(self.dv * 2, 2, vrow), alpha=1.0, acc=True
-        )
+        out = (rows[0], rows[1], rows[2], self.dv, keys)
+        em.gemm(out, acc, s, v.stepped(self.dv * 2, 2, v.steps[0]), alpha=1.0, acc=True)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from calc.core.errors import InternalError
+from calc.core.state import StateSpec
+
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
 
@@ -34,6 +37,7 @@ class Call:
         outputs: value names, in order.
         shapes: dimensions of every input and output, by value name.
         layer: decoder layer, None outside of the layers.
+        chip: the chip that runs it.
     """
 
     op: str
@@ -43,6 +47,7 @@ class Call:
     outputs: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     layer: int | None = None
+    chip: int = 0
 
     def shape(self, formal: str) -> tuple[int, ...]:
         """Dimensions of the input with that formal name."""
@@ -99,6 +104,8 @@ class Kernel(ABC):
 
     name: str
     constraints: tuple[Constraint, ...] = ()
+    by_row: tuple[str, ...] = ()
+    """Inputs of which the kernel picks rows itself: they need not lie in SRAM."""
 
     @abstractmethod
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -107,6 +114,14 @@ class Kernel(ABC):
     @abstractmethod
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         """Formal names of the inputs that are matrices, in the order of the ``schemes`` attribute."""
+
+    def vectors(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        """Formal names of the inputs that are small f32 weights, kept as plain arrays."""
+        return ()
+
+    def states(self, call: Call) -> Mapping[str, StateSpec]:
+        """The states behind formal inputs; none for most ops."""
+        return {}
 
     @abstractmethod
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
@@ -195,12 +210,31 @@ def matmul(x: str, w: str, dst: str, scheme: str) -> str:
     )
 
 
+ACTIVATION_BODIES: dict[str, Callable[[str, str], str]] = {
+    "silu": lambda x, dst: f"{dst}_sg = Sigmoid({x})\n{dst} = Mul({x}, {dst}_sg)",
+    "gelu": lambda x, dst: f'{dst} = Gelu<approximate: string = "none">({x})',
+    "gelu_tanh": lambda x, dst: f'{dst} = Gelu<approximate: string = "tanh">({x})',
+    "sigmoid": lambda x, dst: f"{dst} = Sigmoid({x})",
+    "tanh": lambda x, dst: f"{dst} = Tanh({x})",
+}
+"""The activations the vector engine has, as ONNX text in FP32."""
+
+
 def activation(kind: str, x: str, dst: str) -> str:
-    """An activation in FP32: silu, gelu or gelu_tanh."""
-    if kind == "silu":
-        return f"{dst}_sg = Sigmoid({x})\n{dst} = Mul({x}, {dst}_sg)"
-    approx = "tanh" if kind == "gelu_tanh" else "none"
-    return f'{dst} = Gelu<approximate: string = "{approx}">({x})'
+    """An activation in FP32.
+
+    Raises:
+        InternalError: one that is not in `ACTIVATION_BODIES`; `activation_known` refuses such calls before.
+    """
+    if kind not in ACTIVATION_BODIES:
+        raise InternalError(f"no activation {kind!r} among {sorted(ACTIVATION_BODIES)}")
+    return ACTIVATION_BODIES[kind](x, dst)
+
+
+def activation_known(call: Call) -> str | None:
+    """The activation is one the vector engine has."""
+    act = call.str("act")
+    return None if act in ACTIVATION_BODIES else f"activation {act}, not one of {', '.join(sorted(ACTIVATION_BODIES))}"
 
 
 def weight_formals(names: tuple[str, ...], schemes: tuple[str, ...]) -> tuple[str, ...]:

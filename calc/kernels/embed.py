@@ -40,22 +40,15 @@ class Embed(Kernel):
 
     def lower(self, low: Lowering, call: Call) -> None:
         em, w = low.em, low.packed(call, "table")
-        width = w.layout.cols
-        ids = em.sram("ids", 4 * low.max_rows)
-        em.load(dense(ids, DType.I32, low.max_rows), dense(low.io["input_ids"], DType.I32, low.max_rows), (low.rows,))
-        y = low.new(call.outputs[0], width)
+        y = low.new(call.outputs[0], w.layout.cols)
+        rows = y.rows
+        ids = dense(em.sram("ids", 4 * rows.limit), DType.I32, rows.limit)
+        source = low.memory.io["input_ids"]
+        em.load(ids, low.from_first(dense(source, DType.I32, source.nbytes // 4), 4), (rows.count,))
         table = View(em.weights, DType.BF16, (w.layout.code_row_bytes, 2), w.offset)
-        em.op(
-            Op.LOADG,
-            Engine.ADMA,
-            (low.rows, width),
-            imm=(w.layout.rows,),
-            dst=y.view,
-            a=table,
-            b=dense(ids, DType.I32, low.max_rows),
-        )
+        em.op(Op.LOADG, Engine.ADMA, (rows.count, y.width), imm=(w.layout.rows,), dst=y.view, a=table, b=ids)
         if call.float("scale") != 1.0:
-            em.vmap(Fn.AFFINE, (low.rows, width), y.view, y.view, f=(call.float("scale"), 0.0))
+            em.vmap(Fn.AFFINE, (rows.count, y.width), y.view, y.view, f=(call.float("scale"), 0.0))
 
     def examples(self) -> tuple[Example, ...]:
         return (

@@ -38,6 +38,8 @@ class Emitter:
     def __init__(self, weights: Buffer, ring_slots: int, ring_bytes: int) -> None:
         self.body: list[Instr | LoopNode] = []
         self.buffers: list[Buffer] = []
+        self.spills: list[Buffer] = []
+        self.loops: list[tuple[int, int]] = []
         self.weights = weights
         self.nodes: list[str] = []
         self._stack: list[list[Instr | LoopNode]] = [self.body]
@@ -91,10 +93,7 @@ class Emitter:
         self._stack.pop()
         self.release(r)
         self._step += 1
-        for b in self.buffers:
-            if b.last >= start:
-                b.touch(self._step)
-                b.first = min(b.first, start)
+        self.loops.append((start + 1, self._step))
 
     def sram(self, name: str, nbytes: int, *, manual: bool = False) -> Buffer:
         """A new SRAM buffer of `nbytes`."""
@@ -102,10 +101,16 @@ class Emitter:
         self.buffers.append(b)
         return b
 
+    def spill(self, name: str, nbytes: int) -> Buffer:
+        """A new buffer in the chip's DRAM scratch, `nbytes` long."""
+        b = Buffer(f"{self.nodes[-1] if self.nodes else ''}:{name}", Space.DRAM, align(max(nbytes, 1), 64))
+        self.spills.append(b)
+        return b
+
     def _emit(self, ins: Instr) -> None:
         self._step += 1
         for v in ins.operands.values():
-            if v.buf.space is Space.SRAM:
+            if v.buf.base is None:
                 v.buf.touch(self._step)
         self._stack[-1].append(ins)
 

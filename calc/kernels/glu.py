@@ -1,4 +1,4 @@
-"""Gated linear unit: SwiGLU and GeGLU with the norm before them fused in."""
+"""Gated linear unit: SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -14,42 +14,38 @@ from calc.kernels.base import (
     Numerics,
     Work,
     activation,
+    activation_known,
     matmul,
-    rms_norm,
     store,
     weight_formals,
 )
 from calc.kernels.lowering import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from calc.kernels.lowering import Lowering
-    from calc.kernels.program import Dim, Packed, Reg, View
+    from calc.kernels.lowering import Lowering, Rows
+    from calc.kernels.program import Packed, Reg, View
 
 
 class Glu(Kernel):
-    """``h = act(norm(x) @ gate.T) * (norm(x) @ up.T)``; x [B, S, K], gate and up [I, K], h [B, S, I].
+    """``h = act(x @ gate.T) * (x @ up.T)``; x [B, S, K], gate and up [I, K], h [B, S, I].
 
-    Gate and up stay in FP32 accumulators; h is rounded once. Attributes of a call: norm, act, eps.
+    Gate and up stay in FP32 accumulators; h is rounded once. Attributes of a call: act.
     """
 
     name = "Glu"
+    constraints = (activation_known,)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        ins = ["x", *(["gamma"] if attrs["norm"] else [])]
-        return (*ins, *weight_formals(("gate", "up"), self.schemes(attrs))), ("h",)
+        return ("x", *weight_formals(("gate", "up"), self.schemes(attrs))), ("h",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("gate", "up")
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        lines, src = [], "x"
-        if attrs["norm"]:
-            lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
-            src = "xr"
         gate, up = self.schemes(attrs)
-        lines += [
-            matmul(src, "gate", "g", gate),
-            matmul(src, "up", "u", up),
+        lines = [
+            matmul("x", "gate", "g", gate),
+            matmul("x", "up", "u", up),
             activation(str(attrs["act"]), "g", "ga"),
             "gu = Mul(ga, u)",
             store("gu", "h", numerics),
@@ -58,38 +54,29 @@ class Glu(Kernel):
 
     def work(self, call: Call, rows: int, context: int) -> Work:
         n, k = call.shape("gate")
-        return Work(2 * rows * n * k, rows * (2 * n + 2 * k))
+        return Work(2 * rows * n * k, rows * 2 * n)
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])
-        src = x.view
-        if call.attrs["norm"]:
-            normed = low.new(f"{call.name}.normed", x.width)
-            low.rms_norm(src, low.rows, x.width, low.plain(call, "gamma"), call.float("eps"), normed.view)
-            src = normed.view
         gate, up = low.packed(call, "gate"), low.packed(call, "up")
-        h = low.new(call.outputs[0], gate.layout.rows)
-        emit_glu(low, gate, up, src, low.rows, h.view, call.str("act"), low.max_rows)
+        h = low.new(call.outputs[0], gate.layout.rows, x.rows)
+        emit_glu(low, gate, up, x.view, x.rows, h.view, call.str("act"))
 
     def examples(self) -> tuple[Example, ...]:
         return (
-            Example({"norm": 0, "act": "silu", "eps": 0.0}, {"x": (1, 5, 32), "gate": (48, 32), "up": (48, 32)}),
-            Example(
-                {"norm": 1, "act": "gelu_tanh", "eps": 1e-5},
-                {"x": (1, 16, 128), "gamma": (128,), "gate": (341, 128), "up": (341, 128)},
-            ),
+            Example({"act": "silu"}, {"x": (1, 5, 32), "gate": (48, 32), "up": (48, 32)}),
+            Example({"act": "gelu_tanh"}, {"x": (1, 16, 128), "gate": (341, 128), "up": (341, 128)}),
         )
 
 
-def emit_glu(  # noqa: PLR0913 - the operands of two GEMMs
+def emit_glu(
     low: Lowering,
     gate: Packed,
     up: Packed,
     x: View,
-    rows: Dim,
+    rows: Rows,
     h: View,
     act: str,
-    max_rows: int,
     expert: Reg | None = None,
 ) -> None:
     """Gate and up tile by tile into FP32 scratch, then ``h[:, tile] = act(gate) * up``.
@@ -99,11 +86,11 @@ def emit_glu(  # noqa: PLR0913 - the operands of two GEMMs
     em = low.em
     lay = gate.layout
     tile_rows = min(lay.tile_rows, lay.rows)
-    g = low.scratch("gate", tile_rows, rows=max_rows)
-    u = low.scratch("up", tile_rows, rows=max_rows)
+    g = low.scratch("gate", tile_rows, rows=rows)
+    u = low.scratch("up", tile_rows, rows=rows)
     quant: dict[int, tuple[View, View]] = {}
-    for ref in low.linear(gate, x, rows, g.view, quant=quant, expert=expert, staged=True, max_rows=max_rows):
-        em.packed_tile(up, rows, quant[0][0] if quant else x, u.view, ref, quant[0][1] if quant else None, expert)
-        em.vmap(ACTIVATIONS[act], (rows, ref.rows), g.view, g.view)
+    for ref in low.linear(gate, x, rows, g.view, quant=quant, expert=expert, staged=True):
+        em.packed_tile(up, rows.count, quant[0][0] if quant else x, u.view, ref, quant[0][1] if quant else None, expert)
+        em.vmap(ACTIVATIONS[act], (rows.count, ref.rows), g.view, g.view)
         off, terms = ref.columns(2)
-        em.vmap(Fn.MUL, (rows, ref.rows), h.at(off, *terms), g.view, u.view)
+        em.vmap(Fn.MUL, (rows.count, ref.rows), h.at(off, *terms), g.view, u.view)

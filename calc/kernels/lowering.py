@@ -1,18 +1,40 @@
-"""`Lowering`: what a kernel's `lower` works with, and the pieces kernels share."""
+"""`Lowering`: what a kernel's `lower` works with, and the pieces kernels share.
+
+A program works through the call's rows in *blocks*: as many rows as the SRAM has room for. A kernel sees one block. It
+asks its inputs how many rows there are (`Act.rows`) and the lowering where the block starts (`Lowering.position`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Red, Space
+from calc.core.errors import InternalError
+from calc.core.isa import ITEMSIZE, Alu, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
+from calc.core.state import StateSpec
 from calc.core.variant import Variant
 from calc.kernels.base import Call
 from calc.kernels.emit import Emitter
 from calc.kernels.program import Buffer, Dim, Packed, Plain, Reg, TileRef, View, dense
 
-ACTIVATIONS = {"silu": Fn.SILU, "gelu": Fn.GELU, "gelu_tanh": Fn.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Fn.SILU,
+    "gelu": Fn.GELU,
+    "gelu_tanh": Fn.GELU_TANH,
+    "sigmoid": Fn.SIGMOID,
+    "tanh": Fn.TANH,
+}
+
+STATE_TYPES = {"bf16": DType.BF16, "f32": DType.F32, "i8": DType.I8}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a value in the block that is running: `count` valid ones in memory for `limit`."""
+
+    count: Dim
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -21,12 +43,13 @@ class Act:
 
     buf: Buffer
     width: int
+    rows: Rows
     dtype: DType = DType.BF16
 
     @property
     def row_bytes(self) -> int:
         """Distance between rows."""
-        return align(self.width, 32) * ITEMSIZE[self.dtype]
+        return row_bytes(self.width, self.dtype)
 
     @property
     def view(self) -> View:
@@ -40,21 +63,63 @@ class Act:
         return lambda d: View(self.buf, self.dtype, (self.row_bytes, d * size, size))
 
 
+ROW_ELEMENTS = 32
+"""Elements that an activation row in memory is padded to: the columns of a packed tile (`packing.COLS_ALIGN`)."""
+
+
+def row_bytes(width: int, dtype: DType) -> int:
+    """Distance between rows of an activation in memory."""
+    return align(width, ROW_ELEMENTS) * ITEMSIZE[dtype]
+
+
 @dataclass(frozen=True)
-class KvBuffers:
-    """One layer's KV cache in DRAM. Rows are tokens; slots are `slot_stride` bytes apart."""
+class StateBuffer:
+    """A chip's part of a state in DRAM: slots of `rows` rows, each of `heads` heads.
 
-    key: Buffer
-    value: Buffer
-    key_row: int
-    value_row: int
+    Attributes:
+        spec: the state.
+        buf: its memory.
+        heads: heads that this chip holds.
+        rows: rows of one slot.
+        ring: whether position t lies at row ``t mod rows``.
+    """
+
+    spec: StateSpec
+    buf: Buffer
+    heads: int
     rows: int
+    ring: bool = False
 
-    def view(self, which: str, slot: Reg, row: tuple[Reg, ...]) -> View:
-        """Steps (token, element) of a slot, from the row given by a sum of registers."""
-        buf, width = (self.key, self.key_row) if which == "key" else (self.value, self.value_row)
-        terms = ((slot, self.rows * width), *((r, width) for r in row))
-        return View(buf, DType.BF16, (width, 2), 0, terms)
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.spec.row_bytes(self.heads)
+
+    def view(self, slot: Reg, *row: Reg) -> View:
+        """Steps (row, element) of a slot, from the row given by a sum of registers."""
+        size = self.row_bytes
+        terms = ((slot, self.rows * size), *((r, size) for r in row))
+        dtype = STATE_TYPES[self.spec.dtype]
+        return View(self.buf, dtype, (size, ITEMSIZE[dtype]), 0, terms)
+
+
+@dataclass(frozen=True)
+class ChipMemory:
+    """One chip's DRAM as the lowering sees it.
+
+    Attributes:
+        weights: handles of the shard's weights by name.
+        shard_bytes: size of the shard, which starts at address 0.
+        states: states by the name of the graph input that stands for them.
+        io: inputs and outputs by semantic name.
+        scratch: first address after all of these, where activations may be spilled.
+    """
+
+    weights: Mapping[str, Packed | Plain]
+    shard_bytes: int
+    states: Mapping[str, StateBuffer]
+    io: Mapping[str, Buffer]
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,10 +129,21 @@ class Choices:
     Attributes:
         score_bytes: f32 attention scores of one tile, at most this many bytes.
         kv_tile: keys per tile at most.
+        key_block: keys that a block of queries is sized for.
     """
 
     score_bytes: int
     kv_tile: int
+    key_block: int = 128
+
+
+@dataclass
+class _Block:
+    """The block of rows that is being written: its rows, and where it starts within the call (None: at its start)."""
+
+    tokens: Rows
+    first: Reg | None = None
+    tables: dict[str, Act] = field(default_factory=dict)
 
 
 class Lowering:
@@ -75,121 +151,172 @@ class Lowering:
 
     Attributes:
         em: the emitter.
-        rows: valid activation rows: the batch for decode, the CSR ``cur_seq_len`` for prefill.
-        max_rows: rows of the static shape.
+        variant: the static shape.
+        memory: the chip's DRAM.
+        sequences: the rows of values that have one row per sequence.
     """
 
-    def __init__(
-        self,
-        em: Emitter,
-        variant: Variant,
-        weights: Mapping[str, Packed | Plain],
-        kv: Mapping[int, KvBuffers],
-        io: Mapping[str, Buffer],
-        choices: Choices,
-    ) -> None:
+    def __init__(self, em: Emitter, variant: Variant, memory: ChipMemory, choices: Choices) -> None:
         self.em = em
         self.variant = variant
-        self.weights = weights
-        self.kv = kv
-        self.io = io
+        self.memory = memory
         self.choices = choices
         self.acts: dict[str, Act] = {}
-        self._tables: dict[str, Act] = {}
-        self.max_rows = variant.batch * variant.seq
-        self.rows: Dim = em.csr("cur_seq_len", 0) if variant.role == "prefill" else variant.batch
+        self.spilled: dict[str, Act] = {}
+        self.sequences = Rows(variant.batch, variant.batch)
+        self._block = _Block(self.sequences)
+
+    # -- blocks of rows ----------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> Rows:
+        """The rows of values that have one row per token, in the block that is running."""
+        return self._block.tokens
+
+    def begin(self, tokens: Rows, first: Reg | None) -> None:
+        """A block of rows starts.
+
+        Args:
+            tokens: its rows.
+            first: index of its first row within the call; None where the block is the whole call.
+        """
+        self._block = _Block(tokens, first)
+        # what lies in SRAM whole has the rows of the call, counted by this block's register
+        self.acts = {n: a if a.rows == self.sequences else replace(a, rows=tokens) for n, a in self.acts.items()}
+
+    def end(self) -> None:
+        """The block has ended: what lies in SRAM row by row is gone with it, unless the block was the whole call."""
+        if self._block.first is not None:
+            self.acts = {n: a for n, a in self.acts.items() if a.rows == self.sequences}
+        self._block = _Block(self._block.tokens)
+
+    def position(self, seq: Dim = 0) -> Reg:
+        """Position of the block's first row in sequence `seq`: the tokens of the slot before it."""
+        past = self.em.csr("past_kv_cur_seq_len", seq)
+        return past if self._block.first is None else self.em.alu(Alu.ADD, past, self._block.first)
+
+    def from_first(self, view: View, row: int) -> View:
+        """A view over all rows of the call, moved to the block's first; `row` bytes apart."""
+        return view if self._block.first is None else view.at(0, (self._block.first, row))
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def act(self, value: str) -> Act:
-        """The activation that holds a graph value."""
-        return self.acts[value]
+        """The activation that holds a graph value.
 
-    def new(self, value: str, width: int, dtype: DType = DType.BF16, rows: int | None = None) -> Act:
-        """An activation for a graph value."""
+        Raises:
+            InternalError: nothing has put the value into SRAM.
+        """
+        try:
+            return self.acts[value]
+        except KeyError as e:
+            raise InternalError(f"{self.em.nodes[-1:]}: {value} is not in SRAM") from e
+
+    def new(self, value: str, width: int, rows: Rows | None = None, dtype: DType = DType.BF16) -> Act:
+        """An activation for a graph value; one row per token unless told otherwise."""
         out = self.scratch(value, width, dtype, rows)
         self.acts[value] = out
         return out
 
-    def scratch(self, name: str, width: int, dtype: DType = DType.F32, rows: int | None = None) -> Act:
+    def scratch(self, name: str, width: int, dtype: DType = DType.F32, rows: Rows | None = None) -> Act:
         """An activation that lives within one kernel."""
-        n = self.max_rows if rows is None else rows
-        return Act(self.em.sram(name, n * align(width, 32) * ITEMSIZE[dtype]), width, dtype)
+        rows = self.tokens if rows is None else rows
+        return Act(self.em.sram(name, rows.limit * row_bytes(width, dtype)), width, rows, dtype)
+
+    def spill(self, value: str, limit: int) -> None:
+        """Store the block's rows of a value to DRAM, in memory for `limit` rows of the call."""
+        act = self.act(value)
+        self.give_home(value, act.width, limit, act.dtype)
+        home = self.spilled[value]
+        self.em.store(self.from_first(home.view, home.row_bytes), act.view, (act.rows.count, act.width))
+
+    def give_home(self, value: str, width: int, limit: int, dtype: DType = DType.BF16) -> None:
+        """Reserve DRAM for `limit` rows of a value, once."""
+        if value not in self.spilled:
+            buf = self.em.spill(value, limit * row_bytes(width, dtype))
+            self.spilled[value] = Act(buf, width, Rows(limit, limit), dtype)
+
+    def fetch(self, value: str) -> None:
+        """Load the block's rows of a value that an earlier block loop has spilled."""
+        home = self.spilled[value]
+        act = self.new(value, home.width, dtype=home.dtype)
+        self.em.load(act.view, self.from_first(home.view, home.row_bytes), (act.rows.count, act.width))
 
     def packed(self, call: Call, formal: str) -> Packed:
         """The packed weight behind a formal input."""
-        w = self.weights[call.inputs[formal]]
-        assert isinstance(w, Packed)
+        w = self.memory.weights[call.inputs[formal]]
+        if not isinstance(w, Packed):
+            raise InternalError(f"{call.name}: {formal} is a plain array, not packed tiles")
         return w
 
     def plain(self, call: Call, formal: str) -> Plain:
         """The plain f32 weight behind a formal input."""
-        w = self.weights[call.inputs[formal]]
-        assert isinstance(w, Plain)
+        w = self.memory.weights[call.inputs[formal]]
+        if not isinstance(w, Plain):
+            raise InternalError(f"{call.name}: {formal} is packed tiles, not a plain array")
         return w
+
+    def state(self, call: Call, formal: str) -> StateBuffer:
+        """The state behind a formal input."""
+        return self.memory.states[call.inputs[formal]]
 
     # -- shared pieces -----------------------------------------------------------------------------------------------
 
-    def rms_norm(
-        self, x: View, rows: Dim, width: int, gamma: Plain, eps: float, dst: View, d: View | None = None
-    ) -> None:
-        """``dst = x * rsqrt(mean(x^2) + eps) * gamma`` row by row, FP32 inside, rounded once at the store.
+    def rms_norm(self, x: Act, gamma: Plain, eps: float, dst: View, residual: View | None = None) -> None:
+        """``dst = [residual +] x * rsqrt(mean(x^2) + eps) * gamma`` row by row, rounded once at the store.
 
         Args:
-            x: steps (row, column).
-            rows: number of rows.
-            width: number of columns.
+            x: [rows, width].
             gamma: f32 [width] in the shard.
             eps: added to the mean square.
             dst: steps (row, column).
-            d: added in FP32 before the store (a residual), steps (row, column).
+            residual: added in FP32 before the store, steps (row, column).
         """
-        em = self.em
-        scale = self.row_scale(x, (rows,), width, eps)
+        em, rows = self.em, x.rows.count
+        scale = self.row_scale(x.view, (x.rows,), x.width, eps)
         g = em.constant(gamma, "gamma")
         wide = View(scale, DType.F32, (4, 0))
         gview = View(g, DType.F32, (0, 4))
-        if d is None:
-            em.vmap(Fn.MUL3, (rows, width), dst, x, wide, gview)
+        if residual is None:
+            em.vmap(Fn.MUL3, (rows, x.width), dst, x.view, wide, gview)
             return
-        tmp = self.scratch("normed", width)
-        em.vmap(Fn.MUL3, (rows, width), tmp.view, x, wide, gview)
-        em.vmap(Fn.ADD, (rows, width), dst, tmp.view, d)
+        tmp = self.scratch("normed", x.width, rows=x.rows)
+        em.vmap(Fn.MUL3, (rows, x.width), tmp.view, x.view, wide, gview)
+        em.vmap(Fn.ADD, (rows, x.width), dst, tmp.view, residual)
 
-    def row_scale(self, x: View, outer: tuple[Dim, ...], width: int, eps: float) -> Buffer:
-        """``rsqrt(mean(x^2) + eps)`` over the last dimension: f32, dense over the outer dimensions' maxima."""
+    def row_scale(self, x: View, outer: tuple[Rows, ...], width: int, eps: float) -> Buffer:
+        """``rsqrt(mean(x^2) + eps)`` over the last dimension: f32, dense over the outer dimensions' limits."""
         em = self.em
-        limits = [self.max_rows if isinstance(n, Reg) else n for n in outer]
+        limits = [r.limit for r in outer]
         total = 1
         for n in limits:
             total *= n
         buf = em.sram("row_scale", 4 * total)
         view = dense(buf, DType.F32, *limits)
-        em.vreduce(Red.SUMSQ, (*outer, width), view, x)
-        em.vmap(Fn.RSQRT, outer, view, view, f=(1.0 / width, eps))
+        counts = tuple(r.count for r in outer)
+        em.vreduce(Red.SUMSQ, (*counts, width), view, x)
+        em.vmap(Fn.RSQRT, counts, view, view, f=(1.0 / width, eps))
         return buf
 
-    def quantized(self, x: View, rows: Dim, width: int, name: str, max_rows: int | None = None) -> tuple[View, View]:
+    def quantized(self, x: View, rows: Rows, width: int, name: str) -> tuple[View, View]:
         """Dynamic int8 of each row: (codes i8 [rows, width], scales f32 [rows])."""
-        n = self.max_rows if max_rows is None else max_rows
-        codes = self.scratch(f"{name}_codes", width, DType.I8, n)
-        scale = self.em.sram(f"{name}_scale", 4 * n)
+        codes = self.scratch(f"{name}_codes", width, DType.I8, rows)
+        scale = self.em.sram(f"{name}_scale", 4 * rows.limit)
         sview = View(scale, DType.F32, (4,))
-        self.em.op(Op.VQUANT, Engine.VEC, (rows, width), dst=codes.view, a=x, d=sview)
+        self.em.op(Op.VQUANT, Engine.VEC, (rows.count, width), dst=codes.view, a=x, d=sview)
         return codes.view, sview
 
-    def linear(  # noqa: PLR0913 - the operands of a GEMM
+    def linear(
         self,
         w: Packed,
         x: View,
-        rows: Dim,
+        rows: Rows,
         dst: View,
         *,
         quant: dict[int, tuple[View, View]] | None = None,
         addend: View | None = None,
         expert: Reg | None = None,
         staged: bool = False,
-        max_rows: int | None = None,
     ) -> Iterator[TileRef]:
         """A packed weight applied to bf16 rows; quantizes the rows first where the weight is int8.
 
@@ -199,30 +326,29 @@ class Lowering:
         if w.layout.fmt == "w8":
             cache = {} if quant is None else quant
             if 0 not in cache:
-                cache[0] = self.quantized(x, rows, w.layout.cols, "x", max_rows)
+                cache[0] = self.quantized(x, rows, w.layout.cols, "x")
             a, scale = cache[0]
-        yield from self.em.packed_gemm(w, rows, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged)
+        yield from self.em.packed_gemm(
+            w, rows.count, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged
+        )
 
     def rope_table(self, call: Call, formal: str) -> Act:
-        """This call's rows of a RoPE table, f32 [rows, R / 2]; loaded once per program."""
+        """The block's rows of a RoPE table, f32 [rows, R / 2]; loaded once per block."""
         name = call.inputs[formal]
-        if name not in self._tables:
+        tables = self._block.tables
+        if name not in tables:
             em, w = self.em, self.plain(call, formal)
             half = w.shape[1]
             table = self.scratch(name, half)
             row = half * 4
             src = View(em.weights, DType.F32, (row, 4), w.offset)
-            if self.variant.role == "prefill":
+            # one run of rows where the call's rows are one sequence's, else a row for each sequence
+            for b in range(1 if self.variant.seq > 1 else self.variant.batch):
                 with em.scope():
-                    past = em.csr("past_kv_cur_seq_len", 0)
-                    em.load(table.view, src.at(0, (past, row)), (self.rows, half))
-            else:
-                for b in range(self.variant.batch):
-                    with em.scope():
-                        past = em.csr("past_kv_cur_seq_len", b)
-                        em.load(table.view.at(b * table.row_bytes), src.at(0, (past, row)), (1, half))
-            self._tables[name] = table
-        return self._tables[name]
+                    rows = self.tokens.count if self.variant.seq > 1 else 1
+                    em.load(table.view.at(b * table.row_bytes), src.at(0, (self.position(b), row)), (rows, half))
+            tables[name] = table
+        return tables[name]
 
 
 def drain(tiles: Iterator[TileRef]) -> None:

@@ -1,4 +1,4 @@
-"""Mixture of experts: norm, router, top-k, the routed experts and the residual in one op."""
+"""Mixture of experts: router, top-k, the routed experts and the residual in one op."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from calc.kernels.base import (
     Numerics,
     Work,
     activation,
+    activation_known,
     int8_rows,
     matmul,
-    rms_norm,
     store,
     weight_formals,
 )
 from calc.kernels.glu import emit_glu
-from calc.kernels.lowering import Act, drain
+from calc.kernels.lowering import Act, Rows, drain
 from calc.kernels.program import Reg, View, dense
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def top_k_fits(call: Call) -> str | None:
 
 
 class Moe(Kernel):
-    """``y = [residual +] sum_j p_j * expert_j(norm(x))`` over the top_k experts of the router's softmax.
+    """``y = [residual +] sum_j p_j * expert_j(x)`` over the top_k experts of the router's softmax.
 
     x, residual and y [B, S, H], router [E, H], gate and up [E, I, H], down [E, H, I]. The router's logits, softmax and
     weights are FP32; with norm_topk the chosen weights are divided by their sum. Each expert is a GLU whose hidden
@@ -44,29 +44,24 @@ class Moe(Kernel):
 
     Decode walks the (token, choice) pairs and loads the routed experts only: the program reads the expert's id from
     SRAM and addresses its tiles with it. Prefill sorts the pairs by expert and visits each expert that has any.
-    Attributes of a call: norm, eps, act, top_k, norm_topk, add.
+    Attributes of a call: act, top_k, norm_topk, add, hidden.
     """
 
     name = "Moe"
-    constraints: tuple[Constraint, ...] = (top_k_fits,)
+    constraints: tuple[Constraint, ...] = (top_k_fits, activation_known)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        ins = ["x", *(["gamma"] if attrs["norm"] else [])]
-        ins += weight_formals(self.weights(attrs), self.schemes(attrs))
-        return (*ins, *(["residual"] if attrs["add"] else [])), ("y",)
+        ins = ("x", *weight_formals(self.weights(attrs), self.schemes(attrs)))
+        return (*ins, *(("residual",) if attrs["add"] else ())), ("y",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("router", "gate", "up", "down")
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        lines, src = [], "x"
         schemes = dict(zip(self.weights(attrs), self.schemes(attrs), strict=True))
-        if attrs["norm"]:
-            lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
-            src = "xr"
-        lines += [
+        lines = [
             f"flat_shape = Constant<value_ints: ints = [-1, {attrs['hidden']}]>()",
-            f"t = Reshape({src}, flat_shape)",
+            "t = Reshape(x, flat_shape)",
             matmul("t", "router", "z", schemes["router"]),
             "p = Softmax<axis: int = -1>(z)",
             f"k = Constant<value_ints: ints = [{attrs['top_k']}]>()",
@@ -103,35 +98,23 @@ class Moe(Kernel):
     def lower(self, low: Lowering, call: Call) -> None:
         em = low.em
         x = low.act(call.inputs["x"])
-        width = x.width
-        src = x
-        if call.attrs["norm"]:
-            src = low.new(f"{call.name}.normed", width)
-            low.rms_norm(x.view, low.rows, width, low.plain(call, "gamma"), call.float("eps"), src.view)
-        weights, ids = _route(low, call, src)
-        total = low.scratch("total", width)
-        em.fill((low.rows, width), total.view, 0.0)
-        if low.variant.role == "decode":
-            _by_pair(low, call, src, weights, ids, total)
+        weights, ids = _route(low, call, x)
+        dims = (x.rows.count, x.width)
+        total = low.scratch("total", x.width, rows=x.rows)
+        em.fill(dims, total.view, 0.0)
+        if low.variant.seq == 1:
+            _by_pair(low, call, x, weights, ids, total)
         else:
-            _by_expert(low, call, src, weights, ids, total)
-        y = low.new(call.outputs[0], width)
+            _by_expert(low, call, x, weights, ids, total)
+        y = low.new(call.outputs[0], x.width, x.rows)
         if call.attrs["add"]:
-            em.vmap(Fn.ADD, (low.rows, width), y.view, total.view, low.act(call.inputs["residual"]).view)
+            em.vmap(Fn.ADD, dims, y.view, total.view, low.act(call.inputs["residual"]).view)
         else:
-            em.vmap(Fn.COPY, (low.rows, width), y.view, total.view)
+            em.vmap(Fn.COPY, dims, y.view, total.view)
 
     def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {
-            "norm": 1,
-            "eps": 1e-5,
-            "act": "silu",
-            "top_k": 2,
-            "norm_topk": 1,
-            "add": 1,
-            "hidden": 64,
-        }
-        shapes = {"gamma": (64,), "router": (4, 64), "gate": (4, 48, 64), "up": (4, 48, 64), "down": (4, 64, 48)}
+        base: dict[str, Attr] = {"act": "silu", "top_k": 2, "norm_topk": 1, "add": 1, "hidden": 64}
+        shapes = {"router": (4, 64), "gate": (4, 48, 64), "up": (4, 48, 64), "down": (4, 64, 48)}
         return (
             Example(base, {"x": (1, 9, 64), "residual": (1, 9, 64), **shapes}),
             Example({**base, "norm_topk": 0}, {"x": (1, 1, 64), "residual": (1, 1, 64), **shapes}),
@@ -162,69 +145,70 @@ def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
     """Router, softmax and top-k: (weights f32 [rows, k], ids i32 [rows, k]), dense."""
     em, w, k = low.em, low.packed(call, "router"), call.int("top_k")
     experts = w.layout.rows
-    z = low.scratch("router", experts)
-    drain(low.linear(w, x.view, low.rows, z.view))
-    stat = em.sram("router_stat", 4 * low.max_rows)
+    count, limit = x.rows.count, x.rows.limit
+    z = low.scratch("router", experts, rows=x.rows)
+    drain(low.linear(w, x.view, x.rows, z.view))
+    stat = em.sram("router_stat", 4 * limit)
     sv = View(stat, DType.F32, (4,))
-    dims, wide = (low.rows, experts), sv.stepped(4, 0)
+    dims, wide = (count, experts), sv.stepped(4, 0)
     em.vreduce(Red.MAX, dims, sv, z.view)
     em.vmap(Fn.EXPSUB, dims, z.view, z.view, wide)
     em.vreduce(Red.SUM, dims, sv, z.view)
     em.vmap(Fn.DIV, dims, z.view, z.view, wide)
-    weights = dense(em.sram("top_weights", 4 * low.max_rows * k), DType.F32, low.max_rows, k)
-    ids = dense(em.sram("top_ids", 4 * low.max_rows * k), DType.I32, low.max_rows, k)
+    weights = dense(em.sram("top_weights", 4 * limit * k), DType.F32, limit, k)
+    ids = dense(em.sram("top_ids", 4 * limit * k), DType.I32, limit, k)
     em.op(Op.VTOPK, Engine.VEC, dims, imm=(k,), dst=weights, a=z.view, d=ids)
     if call.attrs["norm_topk"]:
-        em.vreduce(Red.SUM, (low.rows, k), sv, weights)
-        em.vmap(Fn.DIV, (low.rows, k), weights, weights, wide)
+        em.vreduce(Red.SUM, (count, k), sv, weights)
+        em.vmap(Fn.DIV, (count, k), weights, weights, wide)
     return weights, ids
 
 
-def _expert(low: Lowering, call: Call, x: View, rows: int | Reg, h: Act, out: Act, expert: Reg, max_rows: int) -> None:
+def _expert(low: Lowering, call: Call, x: View, h: Act, out: Act, expert: Reg) -> None:
     """One expert's GLU and down projection: out f32 [rows, H]."""
     gate, up, down = (low.packed(call, n) for n in ("gate", "up", "down"))
-    emit_glu(low, gate, up, x, rows, h.view, call.str("act"), max_rows, expert)
-    drain(low.linear(down, h.view, rows, out.view, expert=expert, max_rows=max_rows))
+    emit_glu(low, gate, up, x, h.rows, h.view, call.str("act"), expert)
+    drain(low.linear(down, h.view, h.rows, out.view, expert=expert))
 
 
 def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
     """Decode: token by token, choice by choice."""
-    em, k, width = low.em, call.int("top_k"), x.width
-    experts = call.shape("gate")[0]
-    h = low.scratch("hidden", call.shape("gate")[1], DType.BF16, 1)
-    out = low.scratch("expert", width, DType.F32, 1)
-    with em.loop(low.variant.batch) as token, em.loop(k) as j:
+    em, k = low.em, call.int("top_k")
+    experts, inter, _ = call.shape("gate")
+    one = Rows(1, 1)
+    h = low.scratch("hidden", inter, DType.BF16, one)
+    out = low.scratch("expert", x.width, DType.F32, one)
+    with em.loop(x.rows.count) as token, em.loop(k) as j:
         expert = em.alu(Alu.MIN, em.sload(ids.stepped(4).at(0, (token, 4 * k), (j, 4)), (1, j, None, 1)), experts - 1)
-        row = x.view.at(0, (token, x.row_bytes))
-        _expert(low, call, row, 1, h, out, expert, 1)
+        _expert(low, call, x.view.at(0, (token, x.row_bytes)), h, out, expert)
         acc = total.view.at(0, (token, total.row_bytes))
         weight = weights.at(0, (token, 4 * k), (j, 4)).stepped(0, 0)
-        em.vmap(Fn.MADD, (1, width), acc, out.view, weight, acc)
+        em.vmap(Fn.MADD, (1, x.width), acc, out.view, weight, acc)
 
 
 def _by_expert(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
     """Prefill: pairs sorted by expert, experts without any skipped."""
     em, k, width = low.em, call.int("top_k"), x.width
-    experts, inter = call.shape("gate")[0], call.shape("gate")[1]
-    n = low.max_rows
+    experts, inter, _ = call.shape("gate")
+    n = x.rows.limit
     order = dense(em.sram("order", 4 * n * k), DType.I32, n * k)
     offsets = dense(em.sram("offsets", 4 * (experts + 1)), DType.I32, experts + 1)
-    rows = low.rows if isinstance(low.rows, Reg) else em.const(low.rows)
+    rows = x.rows.count if isinstance(x.rows.count, Reg) else em.const(x.rows.count)
     pairs = em.alu(Alu.MUL, rows, k)
     em.op(Op.VBUCKET, Engine.VEC, (pairs,), imm=(experts,), dst=order, a=ids.stepped(4), d=offsets)
-    gathered = low.scratch("gathered", width, DType.BF16)
-    h = low.scratch("hidden", inter, DType.BF16)
-    out = low.scratch("expert", width)
-    flat_weights = weights.stepped(4)
     with em.loop(experts) as e:
         following = em.alu(Alu.ADD, e, 1)
         first = em.sload(offsets.at(0, (e, 4)), (k, e, rows, experts))
         end = em.sload(offsets.at(4, (e, 4)), (k, following, rows, experts))
         count = em.alu(Alu.SUB, end, first)
+        mine = Rows(count, n)
+        gathered = low.scratch("gathered", width, DType.BF16, mine)
+        h = low.scratch("hidden", inter, DType.BF16, mine)
+        out = low.scratch("expert", width, DType.F32, mine)
         with em.loop(em.alu(Alu.MIN, count, 1)):
             chosen = order.at(0, (first, 4))
             em.op(Op.VGATHER, Engine.VEC, (count, width), imm=(k, n), dst=gathered.view, a=x.view, b=chosen)
-            _expert(low, call, gathered.view, count, h, out, e, n)
+            _expert(low, call, gathered.view, h, out, e)
             em.op(
                 Op.VSCATTER,
                 Engine.VEC,
@@ -233,5 +217,5 @@ def _by_expert(low: Lowering, call: Call, x: Act, weights: View, ids: View, tota
                 dst=total.view,
                 a=out.view,
                 b=chosen,
-                d=flat_weights,
+                d=weights.stepped(4),
             )

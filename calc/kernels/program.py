@@ -29,8 +29,8 @@ class Buffer:
 
     Attributes:
         manual: its users synchronise themselves (the weight ring, read-only weights).
-        base: address, once assigned; DRAM buffers have it from the start.
-        first, last: steps of the program during which it is live.
+        base: address, once assigned; weights, states, inputs and outputs have it from the start.
+        first, last: first and last step of the program that uses it; with `live_ranges`, during which it is live.
     """
 
     name: str

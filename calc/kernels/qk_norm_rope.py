@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op
 from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, rms_norm, store
+from calc.kernels.lowering import Rows
 from calc.kernels.program import View, dense
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class QkNormRope(Kernel):
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ()
+
+    def vectors(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return (*(("q_gamma", "k_gamma") if attrs["norm"] else ()), "cos", "sin")
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         d = attrs["head_dim"]
@@ -78,7 +82,7 @@ class QkNormRope(Kernel):
         cos, sin = low.rope_table(call, "cos"), low.rope_table(call, "sin")
         for i, (x, heads) in enumerate((("q", call.int("heads")), ("k", call.int("kv_heads")))):
             src = low.act(call.inputs[x])
-            dst = low.new(call.outputs[i], src.width)
+            dst = low.new(call.outputs[i], src.width, src.rows)
             _rotate(low, call, src, dst, heads, (cos, sin), f"{x}_gamma" if call.attrs["norm"] else None)
 
     def examples(self) -> tuple[Example, ...]:
@@ -107,15 +111,15 @@ def _rotate(
     low: Lowering, call: Call, src: Act, dst: Act, heads: int, tables: tuple[Act, Act], gamma: str | None
 ) -> None:
     em, d, rotary = low.em, call.int("head_dim"), call.int("rotary_dim")
-    x = src.heads(d)
+    x, rows = src.heads(d), src.rows.count
     if gamma is not None:
-        scale = low.row_scale(x, (low.rows, heads), d, call.float("eps"))
+        scale = low.row_scale(x, (src.rows, Rows(heads, heads)), d, call.float("eps"))
         g = em.constant(low.plain(call, gamma), "gamma")
         normed = low.scratch("normed", src.width)
-        wide = dense(scale, DType.F32, low.max_rows, heads)
+        wide = dense(scale, DType.F32, src.rows.limit, heads)
         em.vmap(
             Fn.MUL3,
-            (low.rows, heads, d),
+            (rows, heads, d),
             normed.heads(d),
             x,
             wide.stepped(*wide.steps, 0),
@@ -132,7 +136,7 @@ def _rotate(
     em.op(
         Op.VCMUL,
         Engine.VEC,
-        (low.rows, heads, half),
+        (rows, heads, half),
         imm=(pair[1] * size, pair_out[1] * out),
         dst=y.stepped(y.steps[0], y.steps[1], pair_out[0] * out),
         a=x.stepped(x.steps[0], x.steps[1], pair[0] * size),
@@ -140,4 +144,4 @@ def _rotate(
         d=View(sin.buf, DType.F32, (sin.row_bytes, 0, 4)),
     )
     if rotary < d:
-        em.vmap(Fn.COPY, (low.rows, heads, d - rotary), y.at(rotary * out), x.at(rotary * size))
+        em.vmap(Fn.COPY, (rows, heads, d - rotary), y.at(rotary * out), x.at(rotary * size))

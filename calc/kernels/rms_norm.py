@@ -1,4 +1,4 @@
-"""RMS norm on its own, with the residual after it fused in (Gemma's post-norms)."""
+"""RMS norm, with the residual after it fused in (Gemma's post-norms)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(Kernel):
-    """``y = [residual +] x * rsqrt(mean(x^2) + eps) * gamma``; x, residual and y [B, S, H], gamma [H]."""
+    """``y = [residual +] x * rsqrt(mean(x^2) + eps) * gamma``; x, residual and y [B, S, H] or [B, H], gamma [H]."""
 
     name = "RmsNorm"
 
@@ -21,6 +21,9 @@ class RmsNorm(Kernel):
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ()
+
+    def vectors(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return ("gamma",)
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         lines = [rms_norm("x", "gamma", float(attrs["eps"]), "xn")]  # type: ignore[arg-type]
@@ -36,12 +39,13 @@ class RmsNorm(Kernel):
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])
-        y = low.new(call.outputs[0], x.width)
-        d = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
-        low.rms_norm(x.view, low.rows, x.width, low.plain(call, "gamma"), call.float("eps"), y.view, d)
+        y = low.new(call.outputs[0], x.width, x.rows)
+        residual = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
+        low.rms_norm(x, low.plain(call, "gamma"), call.float("eps"), y.view, residual)
 
     def examples(self) -> tuple[Example, ...]:
         return (
             Example({"add": 0, "eps": 1e-6}, {"x": (1, 5, 48), "gamma": (48,)}),
+            Example({"add": 0, "eps": 1e-6}, {"x": (1, 48), "gamma": (48,)}),
             Example({"add": 1, "eps": 1e-5}, {"x": (1, 9, 341), "gamma": (341,), "residual": (1, 9, 341)}),
         )

@@ -13,6 +13,24 @@ from calc.core.errors import CapacityError, Problem
 from calc.kernels.program import Buffer
 
 
+def live_ranges(buffers: Sequence[Buffer], loops: Sequence[tuple[int, int]]) -> None:
+    """Extend live ranges over the loops that a buffer's contents must survive.
+
+    A buffer that is used in a loop and also before or after it holds something for all of its iterations. One that is
+    used nowhere else is written anew in each iteration, and shares memory with what the body uses at other times.
+
+    Args:
+        buffers: with the first and the last step that uses them.
+        loops: first and last step of each loop's body, inner loops before those that hold them.
+    """
+    for start, end in loops:
+        for b in buffers:
+            if b.first < start <= b.last <= end:
+                b.last = end
+            elif start <= b.first <= end < b.last:
+                b.first = start
+
+
 def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) -> int:
     """Give every buffer its `base`.
 

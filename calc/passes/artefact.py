@@ -21,8 +21,6 @@ from calc.calbin.manifest import (
     Csr,
     File,
     Golden,
-    KvLayer,
-    KvLayout,
     Location,
     Manifest,
     MemoryRegion,
@@ -30,6 +28,9 @@ from calc.calbin.manifest import (
     QuantEntry,
     Section,
     ShardDesc,
+    StateDesc,
+    StateLayout,
+    StatePart,
     SubModel,
     TargetDesc,
     TensorDesc,
@@ -41,36 +42,49 @@ from calc.calbin.writer import CalbinWriter, SectionWriter
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
 from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
+from calc.core.roles import CURRENT, ROLES, Tensor, is_state
 from calc.core.spec import ModelSpec
-from calc.core.target import Target
+from calc.core.state import ROW_MULTIPLE, StateSpec
 from calc.core.variant import Variant
 from calc.kernels.program import Packed, Plain
 from calc.passes.finite import Finite
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
-from calc.passes.lower import ChipProgram, io_buffers
+from calc.passes.ladder_run import LadderRun
+from calc.passes.lower import Lowered, io_buffers, widths
 from calc.passes.place import Check, Placed, Placement, shard_pieces
+from calc.passes.stages import Programs
 
 RUNTIME_MIN = (1, 0)
 DRIVER_MIN = (0, 7)
 VERSIONS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "ml-dtypes")
-MODEL_TYPES = {"prefill": "llm_prefill", "decode": "llm_decode"}
 
 
 @dataclass(frozen=True)
 class Compiled:
     """What goes into a calbin."""
 
-    spec: ModelSpec
-    target: Target
-    placement: Placement
-    programs: Mapping[Variant, Mapping[int, ChipProgram]]
+    programs: Programs
     workloads: Mapping[Variant, Workload]
-    max_seq_len: int
     passes: tuple[str, ...]
     options: Mapping[str, str]
     golden: tuple[GoldenPlan, Ladder, Mapping[str, NDArray[np.generic]]] | None
     files: Mapping[str, bytes]
     graphs: Mapping[str, bytes]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self.programs.placed.model.spec
+
+    @property
+    def placement(self) -> Placement:
+        """Where everything lies."""
+        return self.programs.placed.memory
+
+    @property
+    def lowered(self) -> Mapping[Variant, Lowered]:
+        """Every variant's programs."""
+        return self.programs.lowered
 
 
 class _Losses:
@@ -116,8 +130,8 @@ def write(c: Compiled, out: Path, jobs: int, progress: Progress) -> Manifest:
     placement = c.placement
     need = sum(m.shard_bytes for m in placement.chips.values())
     with CalbinWriter(out, reserve=need) as w:
-        for variant, parts in c.programs.items():
-            for chip, prog in parts.items():
+        for variant, lowered in c.lowered.items():
+            for chip, prog in lowered.programs.items():
                 with w.section(_program(variant, chip), "program") as s:
                     s.write(prog.records)
         weights: list[WeightDesc] = []
@@ -216,9 +230,10 @@ def _files(w: CalbinWriter, c: Compiled) -> list[File]:
     return out
 
 
-def golden_arrays(plan: GoldenPlan, ladder: Ladder, hf_logits: NDArray[np.float32]) -> dict[str, NDArray[np.generic]]:
+def golden_arrays(run: LadderRun) -> dict[str, NDArray[np.generic]]:
     """The arrays of the golden section: transformers' logits and KV, each rung's logits, the last rung's KV."""
-    out: dict[str, NDArray[np.generic]] = {"hf/logits": hf_logits}
+    out: dict[str, NDArray[np.generic]] = {"hf/logits": run.hf_logits}
+    ladder = run.ladder
     last = list(ladder.results)[-1]
     for name, result in ladder.results.items():
         if name != "hf":
@@ -238,7 +253,7 @@ def _manifest(
     files: Sequence[File],
     losses: _Losses,
 ) -> Manifest:
-    p, t, spec = c.placement, c.target, c.spec
+    p, t, spec = c.placement, c.programs.placed.target, c.spec
     shards = tuple(
         ShardDesc(chip=chip, section=f"weights.{chip}", dram_offset=0, nbytes=m.shard_bytes)
         for chip, m in p.chips.items()
@@ -265,7 +280,7 @@ def _manifest(
             prompt=plan.prompt,
             steps=DECODE_STEPS,
             logits_rows=plan.rows,
-            kv_layers=tuple(range(len(spec.layers))),
+            kv_layers=tuple(sorted({s.layer for s in _specs(c) if s.layer is not None and is_state(s.name)})),
             rungs=tuple(ladder.rungs),
         )
     return Manifest(
@@ -275,11 +290,11 @@ def _manifest(
             name=t.name, chips=t.chips, sram_bytes=t.sram_bytes, dram_bytes=t.dram_bytes, digest=t.digest, toml=t.toml
         ),
         sections=sections,
-        submodels=tuple(_submodel(c, v) for v in c.programs),
+        submodels=tuple(_submodel(c, v) for v in c.lowered),
         shards=shards,
         weights=tuple(weights),
-        kv=_kv(c),
-        csrs=tuple(Csr(name=n, index=i, count=max(v.batch for v in c.programs)) for i, n in enumerate(CSRS)),
+        states=_states(c),
+        csrs=tuple(Csr(name=n, index=i, count=max(v.batch for v in c.lowered)) for i, n in enumerate(CSRS)),
         quantization=quant,
         golden=golden,
         arrays=tuple(arrays),
@@ -298,25 +313,38 @@ def _manifest(
     )
 
 
-def _kv(c: Compiled) -> KvLayout:
+def _specs(c: Compiled) -> list[StateSpec]:
+    """Every state once, in order of its name's first appearance on any chip."""
+    return list({s.spec.name: s.spec for m in c.placement.chips.values() for s in m.states.values()}.values())
+
+
+def _states(c: Compiled) -> StateLayout:
     p = c.placement
-    layers = []
-    for i, layer in enumerate(c.spec.layers):
-        chip = p.layer_chip[i]
-        kv = p.chips[chip].kv[i]
-        layers.append(
-            KvLayer(
-                layer=i,
-                chip=chip,
-                key_offset=kv.key.base or 0,
-                value_offset=kv.value.base or 0,
-                kv_heads=layer.kv_heads,
-                key_dim=layer.key_dim,
-                value_dim=layer.value_dim,
-                window=layer.window,
+    out = []
+    for spec in _specs(c):
+        parts, rows, ring = [], 1, False
+        for chip, memory in p.chips.items():
+            for value, state in memory.states.items():
+                if state.spec.name == spec.name:
+                    first = p.parts[value].first if value in p.parts else 0
+                    parts.append(StatePart(chip=chip, offset=state.buf.base or 0, first_head=first, heads=state.heads))
+                    rows = state.rows
+                    ring = state.ring
+        growth = spec.growth if spec.growth != "ring" or ring else "token"
+        out.append(
+            StateDesc(
+                name=spec.name,
+                layer=spec.layer,
+                dtype=spec.dtype,
+                heads=spec.heads,
+                dim=spec.dim,
+                growth=growth,
+                window=spec.window if growth == "ring" else None,
+                rows=rows,
+                parts=tuple(parts),
             )
         )
-    return KvLayout(dtype="bf16", slots=p.slots, capacity=c.max_seq_len, rows=p.rows, tile=16, layers=tuple(layers))
+    return StateLayout(slots=p.slots, capacity=p.capacity, tile=ROW_MULTIPLE, states=tuple(out))
 
 
 def _dram(c: Compiled) -> tuple[MemoryRegion, ...]:
@@ -324,19 +352,21 @@ def _dram(c: Compiled) -> tuple[MemoryRegion, ...]:
     for chip, m in c.placement.chips.items():
         if m.shard_bytes:
             out.append(MemoryRegion(name=f"weights.{chip}", space="dram", chip=chip, offset=0, nbytes=m.shard_bytes))
-        for kv in m.kv.values():
-            out += [
-                MemoryRegion(name=b.name, space="dram", chip=chip, offset=b.base or 0, nbytes=b.nbytes)
-                for b in (kv.key, kv.value)
-            ]
+        out += [
+            MemoryRegion(name=s.buf.name, space="dram", chip=chip, offset=s.buf.base or 0, nbytes=s.buf.nbytes)
+            for s in m.states.values()
+        ]
         io = m.io["io"]
         out.append(MemoryRegion(name=f"io.{chip}", space="dram", chip=chip, offset=io.base or 0, nbytes=io.nbytes))
+        scratch = max((low.programs[chip].scratch for low in c.lowered.values()), default=0)
+        if scratch:
+            out.append(MemoryRegion(name=f"scratch.{chip}", space="dram", chip=chip, offset=m.scratch, nbytes=scratch))
     return tuple(out)
 
 
 def _submodel(c: Compiled, v: Variant) -> SubModel:
     parts = []
-    for chip, prog in c.programs[v].items():
+    for chip, prog in c.lowered[v].programs.items():
         regions = tuple(
             MemoryRegion(
                 name=f"{i}:{b.name}"[:256],
@@ -349,7 +379,8 @@ def _submodel(c: Compiled, v: Variant) -> SubModel:
             )
             for i, b in enumerate(prog.buffers)
         )
-        layers = tuple(i for i, k in enumerate(c.placement.layer_chip) if k == chip)
+        calls = c.programs.placed.model.calls[v]
+        layers = tuple(sorted({k.layer for k in calls if k.chip == chip and k.layer is not None}))
         parts.append(
             ChipPart(
                 chip=chip,
@@ -364,28 +395,28 @@ def _submodel(c: Compiled, v: Variant) -> SubModel:
     return SubModel(
         name=v.name,
         role=v.role,
-        model_type=MODEL_TYPES[v.role],  # type: ignore[arg-type]
+        model_type=ROLES[v.role].model_type,
         batch=v.batch,
         seq=v.seq,
         workload=c.workloads[v],
-        target_chips=tuple(c.programs[v]),
+        target_chips=tuple(c.lowered[v].programs),
         chip_map=tuple(parts),
-        inputs=(_io(c, v, "input_ids", 0),),
-        outputs=(_io(c, v, "logits", max(c.placement.chips)),),
+        inputs=tuple(_io(c, v, t, 0) for t in ROLES[v.role].inputs),
+        outputs=tuple(_io(c, v, t, max(c.placement.chips)) for t in ROLES[v.role].outputs),
     )
 
 
-def _io(c: Compiled, v: Variant, name: str, chip: int) -> TensorDesc:
+def _io(c: Compiled, v: Variant, t: Tensor, chip: int) -> TensorDesc:
     base = c.placement.chips[chip].io["io"].base or 0
-    buf = io_buffers(v, c.spec.vocab, base)[0][name]
-    shape = (v.batch, v.seq) if name == "input_ids" else (v.batch, c.spec.vocab)
+    buf = io_buffers(v, c.spec, base)[0][t.name]
+    shape = t.shape(v.batch, v.seq, widths(c.spec))
     return TensorDesc(
-        name=name,
-        dtype="i32" if name == "input_ids" else "f32",
+        name=t.name,
+        dtype=t.dtype,
         shape=shape,
         layout="row_major",
-        tile=(1, 1),
+        tile=(1,) * len(shape),
         padded_shape=shape,
-        valid=(ValidRange(axis=1, csr="cur_seq_len"),) if name == "input_ids" else (),
+        valid=(ValidRange(axis=1, csr=t.valid or CURRENT),) if t.per == "token" else (),
         at=Location(space="dram", chip=chip, offset=buf.base, nbytes=buf.nbytes),
     )

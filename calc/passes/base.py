@@ -14,6 +14,16 @@ from calc.core.tensors import TensorRef
 from calc.kernels.base import DOMAIN, Attr, Scheme
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """A chip's part of a state: `heads` heads from `first` on, of `total`."""
+
+    state: str
+    first: int
+    heads: int
+    total: int
+
+
 @dataclass
 class Graph:
     """A graph on its way through the passes.
@@ -21,12 +31,14 @@ class Graph:
     Attributes:
         model: the ONNX graph; weights are initializers without data.
         weights: initializer name to lazy reference.
+        parts: for a value that is a chip's part of a state, which part.
         schemes: weight name to quantization scheme (the quantize pass fills it).
         groups: weight name to group size, for w4a16.
     """
 
     model: ir.Model
     weights: dict[str, TensorRef]
+    parts: dict[str, StatePart] = field(default_factory=dict)
     schemes: dict[str, Scheme] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
 
@@ -58,10 +70,22 @@ class Pass(ABC):
         """Transform the graph in place."""
 
 
+class Watcher:
+    """Told about every pass over a graph; the ladder is one. This one does nothing."""
+
+    def before_passes(self, g: Graph) -> None:
+        """The exported graph, before any pass."""
+
+    def after_pass(self, g: Graph, name: str) -> None:
+        """The graph after a pass that changed it."""
+
+
 class Rule(Pass):
     """A fusion: finds anchors of one op type, in graph order, and rewrites those whose surroundings match."""
 
     anchor: tuple[str, str]
+    ops: frozenset[str] = frozenset()
+    """The anchor's op types where there are several (`anchor` then has ``*``)."""
 
     def __init__(self) -> None:
         self.refusals: list[Refusal] = []
@@ -70,11 +94,16 @@ class Rule(Pass):
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         """Rewrite at an anchor; returns why not, or None when it was done."""
 
+    def is_anchor(self, node: ir.Node) -> bool:
+        """Whether the rule looks at a node."""
+        domain, op = self.anchor
+        return node.domain == domain and (node.op_type == op or node.op_type in self.ops)
+
     def run(self, g: Graph) -> int:
         """Rewrite at every anchor that matches; the others' reasons go to `refusals`."""
         done = 0
         for node in list(g.model.graph):
-            if node.graph is None or (node.domain, node.op_type) != self.anchor:
+            if node.graph is None or not self.is_anchor(node):
                 continue
             try:
                 reason = self.rewrite(g, node)
@@ -101,6 +130,11 @@ def attr(node: ir.Node, name: str, default: Attr) -> Attr:
         return tuple(str(v) for v in value)
     assert isinstance(value, (int, float, str))
     return value
+
+
+def plain_attrs(node: ir.Node) -> dict[str, Attr]:
+    """A calc node's attributes as plain values."""
+    return {k: attr(node, k, 0) for k in node.attributes}
 
 
 def ints(node: ir.Node, name: str) -> tuple[int, ...]:
@@ -243,6 +277,11 @@ def replace_value(g: Graph, old: ir.Value, new: ir.Value) -> None:
             new.name = name
             outputs[i] = new
     ir.convenience.replace_all_uses_with(old, new)
+
+
+def replace_input(node: ir.Node, index: int, value: ir.Value) -> None:
+    """One input of a node becomes another value."""
+    node.replace_input_with(index, value)
 
 
 def insert(before: ir.Node, *nodes: ir.Node) -> None:

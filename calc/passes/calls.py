@@ -9,14 +9,12 @@ import onnx_ir as ir
 from calc.core.errors import ModelError, Problem, Problems, UnsupportedError
 from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
-from calc.kernels.base import DOMAIN, Attr, Call, Kernel, Numerics
+from calc.kernels.base import DOMAIN, Call, Kernel, Numerics
 from calc.kernels.functions import OPSET, function_proto
-from calc.passes.base import Graph, Refusal, UnknownShapeError, attr, dims, new_weight
+from calc.passes.base import Graph, Refusal, UnknownShapeError, dims, new_weight, plain_attrs
 
-
-def node_attrs(node: ir.Node) -> dict[str, Attr]:
-    """A calc node's attributes as plain values."""
-    return {k: attr(node, k, 0) for k in node.attributes}
+STRUCTURE = "calc.structure"
+"""Metadata of a node that only says how a chip's part of a state or an output belongs to the whole: no chip runs it."""
 
 
 def calls(g: Graph, refusals: Iterable[Refusal] = ()) -> list[Call]:
@@ -37,6 +35,8 @@ def calls(g: Graph, refusals: Iterable[Refusal] = ()) -> list[Call]:
     for r in refusals:
         reasons.setdefault(r.node, []).append(f"{r.rule}: {r.reason}")
     for node in g.model.graph:
+        if STRUCTURE in node.metadata_props:
+            continue
         where = node.metadata_props.get("calc.scope", node.name or "?")
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
         if kernel is None:
@@ -71,7 +71,7 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
     Raises:
         ModelError: ONNX_CALC_NODE for a node (of a graph made elsewhere) that is not a call of its kernel.
     """
-    attrs = node_attrs(node)
+    attrs = plain_attrs(node)
     values = [v for v in node.inputs if v is not None]
     try:
         formals, outs = kernel.formals(attrs)
@@ -95,6 +95,7 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
         tuple(v.name or "?" for v in node.outputs),
         shapes,
         None if layer is None else int(layer),
+        int(node.metadata_props.get("calc.chip", "0")),
     )
 
 
@@ -113,7 +114,7 @@ def bind_functions(g: Graph, numerics: Numerics) -> None:
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
         if kernel is None:
             continue
-        attrs = node_attrs(node)
+        attrs = plain_attrs(node)
         node.overload = kernel.overload(attrs, numerics)
         key = (DOMAIN, node.op_type, node.overload)
         if key not in model.functions:
@@ -131,7 +132,7 @@ def bind_schemes(g: Graph) -> None:
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
         if kernel is None:
             continue
-        attrs = node_attrs(node)
+        attrs = plain_attrs(node)
         names = kernel.weights(attrs)
         if not names or "schemes" in attrs:
             continue

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnxruntime as rt
 from numpy.typing import NDArray
 
+from calc.core.roles import CURRENT, IDS, LOGITS, PAST, is_state, is_state_input, kv_name, state_of
 from calc.passes.base import Graph
 
 Array = NDArray[np.generic]
@@ -199,9 +200,9 @@ def replay(
     assert len(count) == 1, count
     live: list[dict[str, Array]] = [
         {
-            "input_ids": c.ids,
-            "cur_seq_len": np.array([c.cur], np.int64),
-            "past_kv_cur_seq_len": np.array([c.past], np.int64),
+            IDS: c.ids,
+            CURRENT: np.array([c.cur], np.int64),
+            PAST: np.array([c.past], np.int64),
         }
         for c in plan
     ]
@@ -221,29 +222,29 @@ def replay(
             feeds = {n: _feed(graphs[call.graph], n, live[i], cache) for n in seg.inputs}
             results = dict(zip(seg.outputs, sessions[call.graph].run(list(seg.outputs), feeds), strict=True))
             for name, data in results.items():
-                if name.startswith("kv."):
+                if is_state(name):
                     cache[name] = data
                 else:
                     live[i][name] = data
-            live[i] = {n: v for n, v in live[i].items() if n in later[call.graph] or n == "logits"}
+            live[i] = {n: v for n, v in live[i].items() if n in later[call.graph] or n == LOGITS}
         for name, data in cache.items():
             keep.setdefault(name, {})["data"] = data[0, :, :total].transpose(1, 0, 2).copy()
     layers = len(keep) // 2
     return Replayed(
-        np.concatenate([np.asarray(v["logits"], np.float32) for v in live]),
-        [np.asarray(keep[f"kv.{i}.key"]["data"], np.float32) for i in range(layers)],
-        [np.asarray(keep[f"kv.{i}.value"]["data"], np.float32) for i in range(layers)],
+        np.concatenate([np.asarray(v[LOGITS], np.float32) for v in live]),
+        [np.asarray(keep[kv_name(i, "key")]["data"], np.float32) for i in range(layers)],
+        [np.asarray(keep[kv_name(i, "value")]["data"], np.float32) for i in range(layers)],
     )
 
 
 def _feed(g: Graph, name: str, live: Mapping[str, Array], cache: Mapping[str, Array]) -> Array:
-    if not name.startswith("past_kv."):
+    if not is_state_input(name):
         return live[name]
     value = next(v for v in g.model.graph.inputs if v.name == name)
     assert value.shape is not None
     shape = tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
     out = np.zeros(shape, np.float32)
-    held = cache.get(name.removeprefix("past_"))
+    held = cache.get(state_of(name))
     if held is not None:
         n = min(shape[2], held.shape[2])
         out[:, :, :n] = held[:, :, :n]

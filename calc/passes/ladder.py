@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.calbin.manifest import Rung
-from calc.core.errors import Problem, Problems, VerificationError
+from calc.core.errors import InternalError, Problem, Problems, VerificationError
 from calc.core.metrics import max_abs, rel_rms
 from calc.core.tensors import TensorRef
+from calc.core.variant import Variant
 from calc.kernels.base import Scheme
 from calc.passes.execute import ReplayCall, Replayed
 from calc.passes.quantize import schemes as scheme_registry
@@ -78,13 +79,24 @@ class GoldenPlan:
     prompt: int
     rows: tuple[int, ...]
 
-    def calls(self, bucket: int, prefill: str, decode: str) -> list[ReplayCall]:
-        """The replay: one padded prefill, then `DECODE_STEPS` decodes."""
-        ids = np.zeros((1, bucket), np.int64)
-        ids[0, : self.prompt] = self.tokens[: self.prompt]
-        out = [ReplayCall(prefill, ids, self.prompt, 0)]
-        steps = range(self.prompt, self.prompt + DECODE_STEPS)
-        return out + [ReplayCall(decode, np.array([[self.tokens[t]]], np.int64), 1, t) for t in steps]
+    def calls(self, prefill: Variant | None, decode: Variant | None) -> list[ReplayCall]:
+        """The replay: one padded prefill, then `DECODE_STEPS` decodes.
+
+        Without a decode the steps are prefills of one token; without a prefill the prompt is decoded token by token.
+        """
+        out: list[ReplayCall] = []
+        if prefill is not None:
+            out.append(self._call(prefill, 0, self.prompt))
+        steps = decode or prefill
+        if steps is None:
+            raise InternalError("a replay through no graph")
+        start = self.prompt if prefill is not None else 0
+        return out + [self._call(steps, t, 1) for t in range(start, self.prompt + DECODE_STEPS)]
+
+    def _call(self, v: Variant, past: int, count: int) -> ReplayCall:
+        ids = np.zeros((1, v.seq), np.int64)
+        ids[0, :count] = self.tokens[past : past + count]
+        return ReplayCall(v.name, ids, count, past)
 
     @property
     def replay_rows(self) -> list[int]:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from calc.core.errors import Problem, VerificationError
 from calc.core.metrics import max_abs
 from calc.core.options import Progress
+from calc.core.roles import ROLES
 from calc.core.variant import Variant
 from calc.kernels.base import Scheme
-from calc.passes.base import Graph
+from calc.passes.base import Graph, Watcher
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Provider, Replayed, replay
 from calc.passes.finite import Finite
-from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights
+from calc.passes.ladder import DECODE_STEPS, QUANT_GATES, GoldenPlan, Ladder, Weights
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]
@@ -26,17 +27,22 @@ Groups = Mapping[str, int]
 
 
 @dataclass
-class LadderRun:
+class LadderRun(Watcher):
     """The rungs that run while the graphs change under them."""
 
     plan: GoldenPlan
     ladder: Ladder
     hf_logits: NDArray[np.float32]
-    prefill: Variant
-    decode: Variant
+    prefill: Variant | None
+    decode: Variant | None
     check_passes: bool
     graphs: Mapping[Variant, Graph]
     before: dict[Variant, Replayed] = field(default_factory=dict)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that the replay runs through."""
+        return tuple(v for v in (self.prefill, self.decode) if v is not None)
 
     def replay(self, values: Values, schemes: Schemes, groups: Groups, stage: str, progress: Progress) -> Replayed:
         """Run the golden tokens through the graphs as they are now.
@@ -45,8 +51,8 @@ class LadderRun:
             ModelError: MODEL_NOT_FINITE for each checkpoint tensor with such a value, when the weights are read as they
                 are stored.
         """
-        todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
-        graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
+        todo = self.plan.calls(self.prefill, self.decode)
+        graphs = {v.name: self.graphs[v] for v in self.variants}
         count = iter(range(1 << 30))
         finite = Finite()
         provider = self._provider(values, schemes, groups)
@@ -57,7 +63,7 @@ class LadderRun:
             lambda s: progress(f"ladder: {stage}", next(count), 0),
         )
         finite.raise_if_any()
-        return result
+        return replace(result, logits=result.logits[-DECODE_STEPS - 1 :])
 
     @staticmethod
     def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
@@ -104,29 +110,32 @@ class LadderRun:
 
     def _once(self, v: Variant, values: Values) -> Replayed:
         """The replay's first prefill or decode call, without a past."""
-        call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
+        several = ROLES[v.role].several
+        call = self.plan.calls(v if several else None, None if several else v)[0]
         return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}), [replace(call, past=0)])
 
-    def check_numerics(
-        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
-    ) -> None:
-        """Rungs fused and bf16."""
-        for v in (self.prefill, self.decode):
-            bind_functions(graphs[v], "fp32")
+    def check_fused(self, progress: Progress) -> None:
+        """Rung fused: the fusions computed in FP32."""
+        for v in self.variants:
+            bind_functions(self.graphs[v], "fp32")
         self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
-        for v in (self.prefill, self.decode):
-            bind_functions(graphs[v], "npu")
-        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, groups, "bf16", progress))
 
-    def check_quantized(
-        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
-    ) -> None:
+    def check_bf16(self, progress: Progress) -> None:
+        """Rung bf16: the partitioned graph with the NPU's roundings."""
+        for v in self.variants:
+            bind_functions(self.graphs[v], "npu")
+        g = self.graphs[self.variants[0]]
+        self.ladder.climb("bf16", "fused", self.replay("bf16", g.schemes, g.groups, "bf16", progress))
+
+    def check_quantized(self, progress: Progress) -> None:
         """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
         last = "bf16"
+        g = self.graphs[self.variants[0]]
+        schemes, groups = g.schemes, g.groups
         if set(schemes.values()) != {"bf16"}:
-            for v in (self.prefill, self.decode):
-                bind_functions(graphs[v], "npu")
-            Weights(graphs[self.prefill].weights, schemes, groups).check_steps()
+            for v in self.variants:
+                bind_functions(self.graphs[v], "npu")
+            Weights(g.weights, schemes, groups).check_steps()
             self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"

@@ -6,7 +6,9 @@ Weights are the float initializers with more than one element; external ones are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +74,8 @@ def without_weights(g: Graph) -> bytes:
 
     It opens in any viewer, and runs in ONNX Runtime once the weights are fed.
     """
-    proto = ir.serde.serialize_model(g.model)
+    with _quiet("onnx_ir"):  # it warns of every initializer without data; ours have none on purpose
+        proto = ir.serde.serialize_model(g.model)
     inits = {t.name: t for t in proto.graph.initializer}
     missing = {i.name for i in proto.graph.input}
     for name, value in g.model.graph.initializers.items():
@@ -83,6 +86,18 @@ def without_weights(g: Graph) -> bytes:
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(inits.values())
     return bytes(proto.SerializeToString(deterministic=True))
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Errors only from a library's logger, for the time being."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:

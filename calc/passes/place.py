@@ -1,7 +1,8 @@
-"""Partition and place: which layers each chip runs, and where weights, KV and inputs/outputs lie in its DRAM.
+"""Place: where weights, states and inputs and outputs lie in each chip's DRAM.
 
-A chip's DRAM, from address 0: weight shard, KV cache (per layer, keys then values, slot after slot), inputs and
-outputs (shared by all sub-models). Every range starts on a multiple of 64 bytes, which the target's alignment divides.
+A chip's DRAM, from address 0: weight shard, states (in order of use, slot after slot), inputs and outputs (shared by
+all sub-models), scratch for spilled activations (shared too). Every range starts on a multiple of 64 bytes, which the
+target's alignment divides.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from calc.core.errors import CapacityError, Problem
 from calc.core.isa import Space
 from calc.core.packing import TileLayout, align
 from calc.core.spec import ModelSpec
-from calc.core.target import Target
+from calc.core.state import ROW_MULTIPLE
+from calc.core.target import PLACED, Target
 from calc.core.tensors import RowsTensor, SelectTensor, StackTensor, TensorRef
 from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Call, Scheme
-from calc.kernels.lowering import KvBuffers
+from calc.kernels.lowering import ChipMemory, StateBuffer
 from calc.kernels.program import Buffer, Packed, Plain
-from calc.passes.lower import ChipMemory, io_buffers
+from calc.passes.base import Graph, StatePart
+from calc.passes.lower import KV_TILE, io_buffers
 from calc.passes.pack import pack_plain, pack_tile
 from calc.passes.quantize import schemes as scheme_registry
 
-KV_ROW_MULTIPLE = 16
+PAGE = 4096
+"""Bytes on multiples of which a shard and the whole of a chip's memory end: the file's section alignment."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +58,22 @@ class Placement:
     """The whole board's memory.
 
     Attributes:
-        layer_chip: chip of each decoder layer.
         chips: each chip's memory as the lowering sees it.
         weights: each chip's weights in shard order.
-        kv_bytes, io_bytes: bytes per chip.
-        dynamic: bytes per chip after the shard.
-        rows: KV rows per slot.
-        slots: KV slots.
+        parts: for a value that is a chip's part of a state, which part.
+        state_bytes: bytes of states per chip.
+        io_bytes: bytes of inputs and outputs, on each chip.
+        capacity: tokens that a slot holds.
+        slots: slots of the states.
     """
 
-    layer_chip: tuple[int, ...]
     chips: Mapping[int, ChipMemory]
     weights: Mapping[int, tuple[Placed, ...]]
-    kv_bytes: Mapping[int, int]
+    parts: Mapping[str, StatePart]
+    state_bytes: Mapping[int, int]
     io_bytes: int
-    dynamic: Mapping[int, int]
-    rows: int
+    capacity: int
     slots: int
-
-    def chip_of(self, call: Call) -> int:
-        """The chip a call runs on: its layer's, the first for the embedding, the last for the head."""
-        if call.layer is not None:
-            return self.layer_chip[call.layer]
-        return max(self.chips) if call.op in ("LmHead", "RmsNorm") else 0
 
 
 def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: Target, offset: int) -> Packed:
@@ -108,68 +105,85 @@ def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: T
     return Packed(call.inputs[formal], offset, lay, shape[0] if len(shape) == 3 else 0)
 
 
-def place(  # noqa: PLR0913, PLR0917 - everything that has a place
-    spec: ModelSpec,
+def place(
+    g: Graph,
     calls: Sequence[Call],
-    weights: Mapping[str, TensorRef],
-    schemes: Mapping[str, Scheme],
-    groups: Mapping[str, int],
     target: Target,
     variants: Sequence[Variant],
+    spec: ModelSpec,
     max_seq_len: int,
     slots: int,
 ) -> Placement:
-    """Place everything.
+    """Give addresses to everything that outlives a call.
 
     Args:
-        spec: the model.
-        calls: one variant's calls (all variants use the same weights).
-        weights: lazy references by name.
-        schemes: scheme by weight name.
-        groups: int4 group size by weight name.
+        g: one variant's partitioned graph (all variants use the same weights and states).
+        calls: its calls, each on its chip.
         target: chips and capacities.
         variants: all static shapes, for the inputs and outputs.
-        max_seq_len: KV capacity in tokens.
-        slots: KV slots.
+        spec: the model, for the widths of inputs and outputs.
+        max_seq_len: capacity of a slot in tokens.
+        slots: slots of the states.
 
     Raises:
         CapacityError: DRAM_TOO_SMALL per chip, with what is missing and what would fit; TILE_TOO_LARGE.
     """
-    size = _layer_bytes(calls, schemes, groups, target, spec)
-    layer_chip = split_layers(size, target.chips)
-    last = target.chips - 1
     placed: dict[int, dict[str, Placed]] = {c: {} for c in range(target.chips)}
     end = dict.fromkeys(placed, 0)
     for call in calls:
-        chip = layer_chip[call.layer] if call.layer is not None else last if call.op in ("LmHead", "RmsNorm") else 0
-        for item in _weights_of(call, weights, schemes, groups, target, end[chip], max_seq_len, placed[chip]):
-            placed[chip][item.handle.name] = item
-            end[chip] = align(item.handle.offset + item.handle.nbytes, 64)
-    rows = align(max_seq_len, KV_ROW_MULTIPLE)
-    io_bytes = max(io_buffers(v, spec.vocab, 0)[1] for v in variants)
-    chips, kv_bytes, dynamic = {}, {}, {}
-    problems: list[tuple[int, Problem]] = []
+        for item in _weights_of(call, g, target, end[call.chip], max_seq_len, placed[call.chip]):
+            placed[call.chip][item.handle.name] = item
+            end[call.chip] = align(item.handle.offset + item.handle.nbytes, PLACED)
+    io_bytes = max(io_buffers(v, spec, 0)[1] for v in variants)
+    chips, state_bytes = {}, {}
     for chip, items in placed.items():
-        shard = align(end[chip], 4096)  # a chip without work has none
-        kv, at = _kv(spec, layer_chip, chip, shard, rows, slots)
-        kv_bytes[chip] = at - shard
-        dynamic[chip] = align(kv_bytes[chip] + io_bytes, 4096)
-        need = shard + dynamic[chip]
-        if need > target.dram_bytes:
-            what = (
-                f"{need}: weights {shard}, KV {kv_bytes[chip]} ({slots} slots of {max_seq_len} tokens), io {io_bytes}"
-            )
-            fits = _tokens_that_fit(target.dram_bytes - shard, kv_bytes[chip] // rows, io_bytes)
-            problems.append((fits, _too_small(chip, need, what, target)))
+        shard = align(end[chip], PAGE)  # a chip without work has none
+        states, at = _states(g, calls, chip, shard, max_seq_len, slots)
+        state_bytes[chip] = at - shard
         handles = {n: p.handle for n, p in items.items()}
         # inputs and outputs are laid out per sub-model at lowering time, from the same base
-        chips[chip] = ChipMemory(handles, shard, kv, {"io": Buffer("io", Space.DRAM, io_bytes, base=at)})
-    if problems:
-        hint = _what_fits(min(fits for fits, _ in problems), max(v.seq for v in variants))
-        raise CapacityError([replace(p, hint=hint) for _, p in problems])
-    return Placement(
-        layer_chip, chips, {c: tuple(p.values()) for c, p in placed.items()}, kv_bytes, io_bytes, dynamic, rows, slots
+        io = {"io": Buffer("io", Space.DRAM, io_bytes, base=at)}
+        chips[chip] = ChipMemory(handles, shard, states, io, align(at + io_bytes, PLACED))
+    out = Placement(
+        chips, {c: tuple(p.values()) for c, p in placed.items()}, g.parts, state_bytes, io_bytes, max_seq_len, slots
     )
+    check_capacity(out, {}, target, max(v.seq for v in variants))
+    return out
+
+
+def dynamic_bytes(p: Placement, chip: int, scratch: int) -> int:
+    """DRAM that a chip needs after its shard: states, inputs and outputs, scratch."""
+    memory = p.chips[chip]
+    return align(memory.scratch - memory.shard_bytes + scratch, PAGE)
+
+
+def check_capacity(p: Placement, scratch: Mapping[int, int], target: Target, bucket: int) -> None:
+    """Refuse what does not fit the chips' DRAM.
+
+    Args:
+        p: the placement.
+        scratch: bytes of spilled activations per chip.
+        target: capacities.
+        bucket: the largest prefill bucket, for the hint.
+
+    Raises:
+        CapacityError: DRAM_TOO_SMALL per chip.
+    """
+    problems: list[tuple[int, Problem]] = []
+    for chip, memory in p.chips.items():
+        spilled = scratch.get(chip, 0)
+        need = memory.shard_bytes + dynamic_bytes(p, chip, spilled)
+        if need <= target.dram_bytes:
+            continue
+        what = (
+            f"{need}: weights {memory.shard_bytes}, states {p.state_bytes[chip]} ({p.slots} slots of {p.capacity} "
+            f"tokens), io {p.io_bytes}, scratch {spilled}"
+        )
+        fits = _tokens_that_fit(memory, p, target.dram_bytes - memory.shard_bytes - spilled)
+        problems.append((fits, _too_small(chip, need, what, target)))
+    if problems:
+        hint = _what_fits(min(fits for fits, _ in problems), bucket)
+        raise CapacityError([replace(problem, hint=hint) for _, problem in problems])
 
 
 def _too_small(chip: int, need: int, what: str, target: Target) -> Problem:
@@ -182,9 +196,12 @@ def _too_small(chip: int, need: int, what: str, target: Target) -> Problem:
     )
 
 
-def _tokens_that_fit(room: int, per_token: int, io: int) -> int:
-    """The KV capacity that the memory beside the shard has room for."""
-    return max(0, (room // 4096 * 4096 - io) // max(1, per_token) // KV_ROW_MULTIPLE * KV_ROW_MULTIPLE)
+def _tokens_that_fit(memory: ChipMemory, p: Placement, room: int) -> int:
+    """The capacity that the memory beside the shard has room for; states that do not grow stay as they are."""
+    grows = [s for s in memory.states.values() if s.spec.growth != "fixed" and not s.ring]
+    fixed = sum(s.buf.nbytes for s in memory.states.values()) - sum(s.buf.nbytes for s in grows)
+    per_token = sum(p.slots * s.row_bytes for s in grows)
+    return max(0, (room // PAGE * PAGE - p.io_bytes - fixed) // max(1, per_token) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def _what_fits(tokens: int, bucket: int) -> str:
@@ -194,77 +211,43 @@ def _what_fits(tokens: int, bucket: int) -> str:
     return f"--max-seq-len {tokens}{smaller} would fit"
 
 
-def _kv(
-    spec: ModelSpec, layer_chip: Sequence[int], chip: int, base: int, rows: int, slots: int
-) -> tuple[dict[int, KvBuffers], int]:
-    out: dict[int, KvBuffers] = {}
+def _states(
+    g: Graph, calls: Sequence[Call], chip: int, base: int, capacity: int, slots: int
+) -> tuple[dict[str, StateBuffer], int]:
+    """The states that a chip's calls use, each once, in order; by the graph input that stands for them."""
+    out: dict[str, StateBuffer] = {}
     at = base
-    for i, layer in enumerate(spec.layers):
-        if layer_chip[i] != chip:
+    for call in calls:
+        if call.chip != chip:
             continue
-        bufs, widths = [], []
-        for which, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
-            row = layer.kv_heads * dim * 2
-            n = slots * rows * row
-            bufs.append(Buffer(f"kv.{i}.{which}", Space.DRAM, n, base=at))
-            widths.append(row)
-            at = align(at + n, 64)
-        out[i] = KvBuffers(bufs[0], bufs[1], widths[0], widths[1], rows)
+        for formal, spec in registry()[call.op].states(call).items():
+            value = call.inputs[formal]
+            if value in out:
+                continue  # another layer's
+            part = g.parts.get(value)
+            whole = spec if part is None else spec.model_copy(update={"name": part.state, "heads": part.total})
+            rows = whole.rows(capacity, KV_TILE)
+            size = slots * rows * whole.row_bytes(spec.heads)
+            ring = whole.growth == "ring" and rows < align(capacity, ROW_MULTIPLE)
+            out[value] = StateBuffer(whole, Buffer(whole.name, Space.DRAM, size, base=at), spec.heads, rows, ring)
+            at = align(at + size, PLACED)
     return out, at
 
 
-def split_layers(size: Sequence[int], chips: int) -> tuple[int, ...]:
-    """Contiguous layers per chip so that the largest share is as small as can be.
+def weight_bytes(calls: Sequence[Call], g: Graph, target: Target) -> dict[str, int]:
+    """Bytes of every packed weight in a shard, by name.
 
-    Args:
-        size: bytes before the layers, of each layer, after the layers.
-        chips: number of chips; the first also has what is before the layers, the last what is after.
-
-    Returns:
-        The chip of each layer. With fewer layers than chips the last chips share none.
+    Raises:
+        CapacityError: TILE_TOO_LARGE for each weight that no slot of the ring holds.
     """
-    head, *layers, tail = size
-    n = len(layers)
-
-    def fill(limit: int) -> list[int] | None:
-        out, chip, used = [], 0, head
-        for s in layers:
-            if used + s > limit and chip < chips - 1:
-                chip, used = chip + 1, 0
-            used += s
-            out.append(chip)
-        loads = [0] * chips
-        loads[0] += head
-        loads[chips - 1] += tail
-        for c, s in zip(out, layers, strict=True):
-            loads[c] += s
-        return out if max(loads) <= limit else None
-
-    low, high = 0, sum(size)
-    best = fill(high) or [0] * n
-    while low < high:
-        mid = (low + high) // 2
-        found = fill(mid)
-        if found is None:
-            low = mid + 1
-        else:
-            best, high = found, mid
-    return tuple(best)
-
-
-def _layer_bytes(
-    calls: Sequence[Call], schemes: Mapping[str, Scheme], groups: Mapping[str, int], target: Target, spec: ModelSpec
-) -> list[int]:
-    n = len(spec.layers)
-    out = [0] * (n + 2)
+    out: dict[str, int] = {}
     problems: dict[str, Problem] = {}
     for call in calls:
-        at = call.layer + 1 if call.layer is not None else n + 1 if call.op in ("LmHead", "RmsNorm") else 0
         for formal in registry()[call.op].weights(call.attrs):
             name = call.inputs[formal]
-            scheme, group = schemes.get(name, "bf16"), groups.get(name, 0)
+            scheme, group = g.schemes.get(name, "bf16"), g.groups.get(name, 0)
             try:
-                out[at] += weight_handle(call, formal, scheme, group, target, 0).nbytes
+                out[name] = weight_handle(call, formal, scheme, group, target, 0).nbytes
             except CapacityError as e:
                 problems[name] = e.problems[0]
     if problems:
@@ -272,37 +255,29 @@ def _layer_bytes(
     return out
 
 
-PLAIN_FORMALS = ("gamma", "q_gamma", "k_gamma", "cos", "sin")
-
-
 def _weights_of(
-    call: Call,
-    weights: Mapping[str, TensorRef],
-    schemes: Mapping[str, Scheme],
-    groups: Mapping[str, int],
-    target: Target,
-    at: int,
-    max_seq_len: int,
-    have: Mapping[str, Placed],
+    call: Call, g: Graph, target: Target, at: int, max_seq_len: int, have: Mapping[str, Placed]
 ) -> list[Placed]:
     out: list[Placed] = []
-    matrices = registry()[call.op].weights(call.attrs)
+    kernel = registry()[call.op]
+    matrices, vectors = kernel.weights(call.attrs), kernel.vectors(call.attrs)
     for formal, name in call.inputs.items():
         if name in have or any(p.handle.name == name for p in out):
             continue
         if formal in matrices:
-            handle = weight_handle(call, formal, schemes.get(name, "bf16"), groups.get(name, 0), target, at)
-            bias = weights[call.inputs[f"b{formal[1:]}"]] if handle.layout.bias else None
-            out.append(Placed(handle, schemes.get(name, "bf16"), weights[name], bias))
-        elif formal in PLAIN_FORMALS:
-            ref = weights[name]
+            scheme = g.schemes.get(name, "bf16")
+            handle = weight_handle(call, formal, scheme, g.groups.get(name, 0), target, at)
+            bias = g.weights[call.inputs[f"b{formal[1:]}"]] if handle.layout.bias else None
+            out.append(Placed(handle, scheme, g.weights[name], bias))
+        elif formal in vectors:
+            ref = g.weights[name]
             if formal in ("cos", "sin"):
                 # tables are exported long enough for a padded bucket; the NPU reads valid positions only
                 ref = RowsTensor(ref, 0, min(max_seq_len, ref.shape[0]))
             out.append(Placed(Plain(name, at, ref.shape), "bf16", ref, None))
         else:
             continue
-        at = align(out[-1].handle.offset + out[-1].handle.nbytes, 64)
+        at = align(out[-1].handle.offset + out[-1].handle.nbytes, PLACED)
     return out
 
 

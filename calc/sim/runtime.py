@@ -17,6 +17,7 @@ from calc.calbin.manifest import SubModel, TensorDesc
 from calc.calbin.reader import Calbin
 from calc.core.errors import CapacityError, Problem, Problems, RuntimeFault
 from calc.core.isa import DType
+from calc.core.roles import CURRENT, IDS, LOGITS, PAST, SLOT, kv_name
 from calc.core.target import Target, parse_target
 from calc.sim.machine import LoadedProgram, Machine, Mode, csr_file, time_programs
 from calc.sim.timing import Counters
@@ -118,7 +119,7 @@ class Device:
 
     def _check_prompt(self, tokens: Sequence[int], past: int, slot: int) -> None:
         problems = Problems()
-        vocab, kv = self.manifest.model.vocab, self.manifest.kv
+        vocab, layout = self.manifest.model.vocab, self.manifest.states
         if not len(tokens):
             problems.add(
                 "PROMPT_EMPTY", "prompt", "the prompt has no tokens", expected="at least one", hint="give some text"
@@ -128,18 +129,18 @@ class Device:
             problems.add(
                 "TOKEN_RANGE", "prompt", "token ids outside the vocabulary", expected=f"0..{vocab - 1}", got=bad[:8]
             )
-        if not 0 <= slot < kv.slots:
-            problems.add("SLOT_RANGE", "slot", "no such KV slot", expected=f"0..{kv.slots - 1}", got=slot)
+        if not 0 <= slot < layout.slots:
+            problems.add("SLOT_RANGE", "slot", "no such KV slot", expected=f"0..{layout.slots - 1}", got=slot)
         if past < 0:
             problems.add("PAST_RANGE", "past", "a negative number of tokens", expected=">= 0", got=past)
         problems.raise_if_any(RuntimeFault)
-        if past + len(tokens) > kv.capacity:
+        if past + len(tokens) > layout.capacity:
             raise CapacityError(
                 Problem(
                     "PROMPT_TOO_LONG",
                     "prompt",
                     "the prompt does not fit the KV cache",
-                    f"at most {kv.capacity - past} tokens",
+                    f"at most {layout.capacity - past} tokens",
                     str(len(tokens)),
                     "shorten it, or compile with a larger --max-seq-len",
                 )
@@ -159,18 +160,12 @@ class Device:
         for i, t in enumerate(step.tokens):
             ids[i, : len(t)] = t
         pad = sub.batch - len(cur)
-        csr = csr_file(
-            {
-                "past_kv_cur_seq_len": [*step.past, *[0] * pad],
-                "cur_seq_len": [*cur, *[0] * pad],
-                "kv_slot": [*step.slots, *[0] * pad],
-            }
-        )
-        self._write(_named(sub.inputs, "input_ids"), ids)
+        csr = csr_file({PAST: [*step.past, *[0] * pad], CURRENT: [*cur, *[0] * pad], SLOT: [*step.slots, *[0] * pad]})
+        self._write(_named(sub.inputs, IDS), ids)
         with threadpool_limits(1):
             # one BLAS thread: the order of sums, and so every bit, is the same on every machine of a kind
             self._program(sub).run(csr)
-        return self._read(_named(sub.outputs, "logits"))
+        return self._read(_named(sub.outputs, LOGITS))
 
     def prefill(
         self, tokens: Sequence[int], *, past: int = 0, slot: int = 0, bucket: int | None = None
@@ -195,7 +190,7 @@ class Device:
                 Problem("BATCH_UNEVEN", "decode", "each sequence has a token, a past and a slot", got=got)
             )
         sub = self.decode_submodel(len(tokens))
-        capacity = self.manifest.kv.capacity
+        capacity = self.manifest.states.capacity
         if full := [p for p in past if p >= capacity]:
             raise CapacityError(
                 Problem(
@@ -217,31 +212,41 @@ class Device:
         return out[: len(tokens)]
 
     def kv(self, layer: int, slot: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The first `count` keys and values of a layer: f32 [count, kv_heads, dim] each.
+        """A layer's keys and values after `count` tokens: f32 [rows, kv_heads, dim] each, the newest last.
+
+        All of them, or of a ring the last `window` ones.
 
         Raises:
             RuntimeFault: KV_RANGE.
         """
-        kv = self.manifest.kv
-        if not (0 <= layer < len(kv.layers) and 0 <= slot < kv.slots and 0 <= count <= kv.capacity):
-            limits = f"layer below {len(kv.layers)}, slot below {kv.slots}, count up to {kv.capacity}"
-            raise RuntimeFault(Problem("KV_RANGE", "kv", "no such rows", limits, f"{layer}, {slot}, {count}"))
-        entry = kv.layers[layer]
-        mem = self.machine.memories[entry.chip]
-        out = []
-        for offset, dim in ((entry.key_offset, entry.key_dim), (entry.value_offset, entry.value_dim)):
-            row = entry.kv_heads * dim * 2
-            at = offset + slot * kv.rows * row
-            out.append(mem.host_read(at, DType.BF16, (count, entry.kv_heads, dim)).astype(np.float32))
-        return out[0], out[1]
+        return self.state(kv_name(layer, "key"), slot, count), self.state(kv_name(layer, "value"), slot, count)
+
+    def state(self, name: str, slot: int, count: int) -> NDArray[np.float32]:
+        """What a slot holds of a state after `count` tokens: f32 [rows, heads, dim]; see `kv`.
+
+        Raises:
+            RuntimeFault: KV_RANGE.
+        """
+        layout = self.manifest.states
+        found = next((s for s in layout.states if s.name == name), None)
+        if found is None or not (0 <= slot < layout.slots and 0 <= count <= layout.capacity):
+            limits = f"a state of the manifest, slot below {layout.slots}, count up to {layout.capacity}"
+            raise RuntimeFault(Problem("KV_RANGE", "kv", "no such rows", limits, f"{name}, {slot}, {count}"))
+        rows = {"token": count, "ring": min(count, found.window or 0), "fixed": 1}[found.growth]
+        kept = np.arange(count - rows, count) % found.rows if found.growth != "fixed" else np.zeros(1, np.int64)
+        out = np.zeros((rows, found.heads, found.dim), np.float32)
+        for part in found.parts:
+            mem = self.machine.memories[part.chip]
+            at = part.offset + slot * (found.part_bytes(part, layout.slots) // layout.slots)
+            held = mem.host_read(at, DTYPES[found.dtype], (found.rows, part.heads, found.dim)).astype(np.float32)
+            out[:, part.first_head : part.first_head + part.heads] = held[kept]
+        return out
 
     def time(self, submodel: str, cur: Sequence[int], past: Sequence[int]) -> Counters:
         """The cost of one call on the artefact's target, without data."""
         sub = self._submodel(submodel)
         pad = [0] * (sub.batch - len(cur))
-        csr = csr_file(
-            {"past_kv_cur_seq_len": [*past, *pad], "cur_seq_len": [*cur, *pad], "kv_slot": list(range(sub.batch))}
-        )
+        csr = csr_file({PAST: [*past, *pad], CURRENT: [*cur, *pad], SLOT: list(range(sub.batch))})
         return time_programs(self.target, {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}, csr)
 
     def _submodel(self, name: str) -> SubModel:

@@ -19,6 +19,7 @@ from calc.calbin.reader import Calbin
 from calc.core.errors import Problem, VerificationError
 from calc.core.metrics import kl_top1, rel_rms
 from calc.core.options import Progress, no_progress
+from calc.core.roles import WHICH, kv_name
 from calc.core.spec import Frozen
 from calc.sim.machine import Mode
 from calc.sim.runtime import Device
@@ -182,10 +183,12 @@ def _replay(device: Device, golden: Golden, slot: int = 0) -> _Run:
 
 
 def _stored_kv(calbin: Calbin, golden: Golden, name: str) -> list[F32]:
+    """Stored keys, then values, of every layer: as many rows as the state keeps."""
     end = _end(golden)
+    kept = {s.name: min(end, s.window or end) for s in calbin.manifest.states.states}
     return [
-        np.asarray(calbin.array(f"{name}/{which}.{i}")[:end], np.float32)
-        for which in ("key", "value")
+        np.asarray(calbin.array(f"{name}/{which}.{i}")[:end], np.float32)[end - kept[kv_name(i, which)] :]
+        for which in WHICH
         for i in golden.kv_layers
     ]
 
@@ -244,7 +247,7 @@ def _buckets(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
     smallest = device.prefill_buckets[0].seq
     for sub in device.prefill_buckets:
         for n in (sub.seq - 1, sub.seq, sub.seq + 1):
-            if not 1 <= n <= min(len(golden.tokens), calbin.manifest.kv.capacity):
+            if not 1 <= n <= min(len(golden.tokens), calbin.manifest.states.capacity):
                 continue
             got = device.prefill(golden.tokens[:n])
             if 0 <= n - 1 - first_row < len(stored):

@@ -12,8 +12,9 @@ import pytest
 import calc
 from calc.calbin.reader import open_calbin
 from calc.core.isa import CSRS
-from calc.pipeline import cost, golden_tokens
 from calc.sim.runtime import Device
+from calc.stages.cost import cost
+from calc.stages.golden import golden_tokens
 from tests.conftest import GLASS, compiled, shared
 from tests.e2e.models import ROOT, upcycled
 

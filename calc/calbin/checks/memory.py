@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from calc.calbin.codec import Path
 from calc.calbin.manifest import ChipPart, MemoryRegion, SubModel
 from calc.calbin.report import Context
+from calc.core.roles import is_state
 
 Span = tuple[int, int, Path, str]
 """Start, end, the field that declares it, and what it is."""
@@ -25,7 +26,7 @@ def overlaps(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
 
 
 def check_dram(ctx: Context) -> None:
-    """CALBIN_DRAM: regions fit and do not overlap; shards, KV and tensors lie inside regions and apart."""
+    """CALBIN_DRAM: regions fit and do not overlap; shards, states and tensors lie inside regions and apart."""
     m = ctx.manifest
     regions: dict[int, list[Span]] = defaultdict(list)
     for i, region in enumerate(m.dram):
@@ -63,7 +64,7 @@ def _report_overlaps(ctx: Context, spans: list[Span]) -> None:
 
 
 def _owned(ctx: Context) -> dict[int, list[Span]]:
-    """Shards and KV caches by chip: nothing else may lie where they are."""
+    """Shards and states by chip: nothing else may lie where they are."""
     m = ctx.manifest
     owned: dict[int, list[Span]] = defaultdict(list)
     for i, shard in enumerate(m.shards):
@@ -71,14 +72,11 @@ def _owned(ctx: Context) -> dict[int, list[Span]]:
             owned[shard.chip].append(
                 (shard.dram_offset, shard.dram_offset + shard.nbytes, ("shards", i), f"shard {shard.chip}")
             )
-    for i, layer in enumerate(m.kv.layers):
-        for name, offset, dim in (
-            ("key", layer.key_offset, layer.key_dim),
-            ("value", layer.value_offset, layer.value_dim),
-        ):
-            nbytes = m.kv.slots * m.kv.rows * layer.kv_heads * dim * 2
-            path: Path = ("kv", "layers", i, f"{name}_offset")
-            owned[layer.chip].append((offset, offset + nbytes, path, f"the {name} cache of layer {layer.layer}"))
+    for i, state in enumerate(m.states.states):
+        for j, part in enumerate(state.parts):
+            end = part.offset + state.part_bytes(part, m.states.slots)
+            path: Path = ("states", "states", i, "parts", j, "offset")
+            owned[part.chip].append((part.offset, end, path, f"state {state.name}"))
     return owned
 
 
@@ -108,7 +106,7 @@ def _check_tensors(
                 )
                 continue
             _check_inside(ctx, span, regions[at.chip])
-            if not tensor.name.startswith("kv."):
+            if not is_state(tensor.name):
                 own[at.chip].append(span)
     for chip, spans in own.items():
         _report_overlaps(ctx, spans)

@@ -7,15 +7,16 @@ from math import prod
 
 from calc.calbin.codec import Path
 from calc.calbin.layout import DRIVER_VERSION, INT_MAX, MAX_CHIPS, MAX_RANK, RUNTIME_VERSION, version_text
-from calc.calbin.manifest import SubModel, TensorDesc
+from calc.calbin.manifest import StateDesc, SubModel, TensorDesc
 from calc.calbin.report import Context
 from calc.core.errors import UsageError
 from calc.core.isa import CSR_STRIDE, CSRS, ISA_NAME, ISA_VERSION
+from calc.core.roles import ROLES, WHICH, is_state
+from calc.core.state import Growth
 from calc.core.target import parse_target
 from calc.core.tensors import DTYPES
 
 _NEWER = "install a newer calc, or compile the model again with this one"
-_TYPES = {"prefill": "llm_prefill", "decode": "llm_decode", "encode": "encoder"}
 _MIN_SRAM = 4096
 _MIN_DRAM = 1024 * 1024
 
@@ -92,27 +93,25 @@ def check_submodels(ctx: Context) -> None:
     variants: set[tuple[str, int, int]] = set()
     for i, sub in enumerate(m.submodels):
         path: Path = ("submodels", i)
-        if sub.model_type != _TYPES[sub.role]:
+        role = ROLES[sub.role]
+        if sub.model_type != role.model_type:
             what = "the model type contradicts the role (R1)"
-            ctx.report.add("CALBIN_ROLE", (*path, "model_type"), what, expected=_TYPES[sub.role], got=sub.model_type)
+            ctx.report.add("CALBIN_ROLE", (*path, "model_type"), what, expected=role.model_type, got=sub.model_type)
         if (sub.role, sub.batch, sub.seq) in variants:
             what = "two sub-models have the same role, batch and bucket: a host could not choose (R4)"
             ctx.report.add("CALBIN_ROLE", path, what, got=f"{sub.role}, batch {sub.batch}, seq {sub.seq}")
         variants.add((sub.role, sub.batch, sub.seq))
-        if sub.role == "decode" and sub.seq != 1:
-            ctx.report.add("CALBIN_ROLE", (*path, "seq"), "a decode sub-model takes one token", expected=1, got=sub.seq)
-        if m.kv.layers and sub.role != "encode" and sub.batch > m.kv.slots:
-            what = "more sequences than the KV cache has slots"
-            ctx.report.add("CALBIN_BATCH", (*path, "batch"), what, expected=f"at most {m.kv.slots}", got=sub.batch)
-        if sub.role != "encode" and sub.seq > m.kv.capacity:
-            what = "the bucket is longer than the KV cache"
-            ctx.report.add("CALBIN_KV", (*path, "seq"), what, expected=f"at most {m.kv.capacity}", got=sub.seq)
+        if not role.several and sub.seq != 1:
+            what = f"a {sub.role} sub-model takes one token"
+            ctx.report.add("CALBIN_ROLE", (*path, "seq"), what, expected=1, got=sub.seq)
+        if m.states.states and role.stateful and sub.batch > m.states.slots:
+            what = "more sequences than the states have slots"
+            ctx.report.add("CALBIN_BATCH", (*path, "batch"), what, expected=f"at most {m.states.slots}", got=sub.batch)
+        if sub.seq > m.states.capacity:
+            what = "the bucket is longer than a slot's capacity"
+            ctx.report.add("CALBIN_STATE", (*path, "seq"), what, expected=f"at most {m.states.capacity}", got=sub.seq)
         _check_chips(ctx, sub, path)
         _check_tensors(ctx, sub, path)
-    roles = {role for role, _, _ in variants}
-    if len(roles & {"prefill", "decode"}) == 1:
-        what = "a language model needs a prefill and a decode sub-model (R4)"
-        ctx.report.add("CALBIN_ROLE", ("submodels",), what, expected="decode, prefill", got=", ".join(sorted(roles)))
 
 
 def _check_chips(ctx: Context, sub: SubModel, path: Path) -> None:
@@ -131,23 +130,21 @@ def _check_chips(ctx: Context, sub: SubModel, path: Path) -> None:
     if shards != chips:
         what = "each chip of a sub-model needs a shard, and each shard a chip"
         ctx.report.add("CALBIN_CHIP", (*path, "chip_map"), what, expected=shards, got=chips)
-    layers = sorted(layer for part in sub.chip_map for layer in part.layers)
-    if len(layers) != len(m.model.layers) or layers != list(range(len(layers))):
-        what = "the chips do not have each layer of the model once"
-        expected = f"0 to {len(m.model.layers) - 1}"
-        ctx.report.add("CALBIN_LAYERS", (*path, "chip_map"), what, expected=expected, got=layers)
+    layers = {layer for part in sub.chip_map for layer in part.layers}
+    twice = any(len(set(part.layers)) < len(part.layers) for part in sub.chip_map)
+    if twice or layers != set(range(len(m.model.layers))):
+        what = "the chips together do not have each layer of the model"
+        expected = f"0 to {len(m.model.layers) - 1}, on each chip at most once"
+        got = [part.layers for part in sub.chip_map]
+        ctx.report.add("CALBIN_LAYERS", (*path, "chip_map"), what, expected=expected, got=got)
     for j, part in enumerate(sub.chip_map):
         for layer in part.layers:
-            if sub.role != "encode" and ctx.kv_chips.get(layer, part.chip) != part.chip:
-                what = "the layer runs on another chip than its KV cache"
+            homes = ctx.state_chips.get(layer, {part.chip})
+            if ROLES[sub.role].stateful and part.chip not in homes:
+                what = "the layer runs on another chip than its states"
                 at = (*path, "chip_map", j, "layers")
-                ctx.report.add(
-                    "CALBIN_KV",
-                    at,
-                    what,
-                    expected=f"layer {layer} on chip {ctx.kv_chips[layer]}",
-                    got=f"chip {part.chip}",
-                )
+                expected = f"layer {layer} on one of chips {sorted(homes)}"
+                ctx.report.add("CALBIN_STATE", at, what, expected=expected, got=f"chip {part.chip}")
 
 
 def _check_tensors(ctx: Context, sub: SubModel, path: Path) -> None:
@@ -213,40 +210,79 @@ def check_tensor(ctx: Context, tensor: TensorDesc, path: Path) -> None:
         ctx.report.add("CALBIN_LOCATION", (*path, "at"), what, got=at)
 
 
-def check_kv(ctx: Context) -> None:
-    """CALBIN_KV: layers, heads, widths and windows are the model's; the memory holds the capacity in whole tiles."""
+def check_states(ctx: Context) -> None:
+    """CALBIN_STATE: names, layers, heads and rows fit each other, the model and the way the state grows."""
     m = ctx.manifest
-    if all(sub.role == "encode" for sub in m.submodels) and not m.kv.layers:
+    seen: set[str] = set()
+    for i, state in enumerate(m.states.states):
+        path: Path = ("states", "states", i)
+        if state.name in seen:
+            ctx.report.add("CALBIN_STATE", (*path, "name"), "two states have one name", got=state.name)
+        seen.add(state.name)
+        if state.layer is not None and state.layer >= len(m.model.layers):
+            what = "a state of a layer that the model lacks"
+            expected = f"below {len(m.model.layers)}"
+            ctx.report.add("CALBIN_STATE", (*path, "layer"), what, expected=expected, got=state.layer)
+            continue
+        _check_rows(ctx, state, path)
+        _check_parts(ctx, state, path)
+        _check_layer(ctx, state, path)
+    if not m.states.states and any(ROLES[sub.role].stateful for sub in m.submodels):
+        ctx.report.add("CALBIN_STATE", ("states", "states"), "a language model keeps nothing between calls")
+    _check_agreement(ctx)
+
+
+def _least_rows(state: StateDesc, capacity: int) -> int:
+    least: dict[Growth, int] = {"token": capacity, "ring": min(state.window or 1, capacity), "fixed": 1}
+    return least[state.growth]
+
+
+def _check_rows(ctx: Context, state: StateDesc, path: Path) -> None:
+    layout = ctx.manifest.states
+    least, tile = _least_rows(state, layout.capacity), 1 if state.growth == "fixed" else layout.tile
+    if state.rows < least or state.rows % tile or (state.growth == "fixed" and state.rows != 1):
+        what = f"a state that grows by {state.growth} does not hold what it must in whole tiles"
+        expected = f"a multiple of {tile}, at least {least}"
+        ctx.report.add("CALBIN_STATE", (*path, "rows"), what, expected=expected, got=state.rows)
+    if (state.growth == "ring") != (state.window is not None):
+        what = "a ring has a window, and nothing else has"
+        got = f"{state.growth}, window {state.window}"
+        ctx.report.add("CALBIN_STATE", (*path, "window"), what, got=got)
+
+
+def _check_parts(ctx: Context, state: StateDesc, path: Path) -> None:
+    """Every head on a chip; a head may lie on several, each chip has one part."""
+    held, gap = 0, False
+    for p in sorted(state.parts, key=lambda p: p.first_head):
+        gap |= p.first_head > held
+        held = max(held, p.first_head + p.heads)
+    chips = [p.chip for p in state.parts]
+    if gap or held != state.heads or len(set(chips)) < len(chips):
+        what = "the parts do not hold every head, or hold what is none, or one chip has two"
+        got = [(p.chip, p.first_head, p.heads) for p in state.parts]
+        ctx.report.add("CALBIN_STATE", (*path, "parts"), what, expected=f"heads 0 to {state.heads - 1}", got=got)
+
+
+def _check_layer(ctx: Context, state: StateDesc, path: Path) -> None:
+    """Keys and values have the model's heads and widths."""
+    which = state.name.rpartition(".")[2]
+    if state.layer is None or which not in WHICH or not is_state(state.name):
         return
-    layers = [layer.layer for layer in m.kv.layers]
-    if sorted(layers) != list(range(len(m.model.layers))):
-        what = "the KV cache does not have each layer of the model once"
-        ctx.report.add(
-            "CALBIN_KV", ("kv", "layers"), what, expected=f"0 to {len(m.model.layers) - 1}", got=sorted(layers)
-        )
-        return
-    if m.kv.rows < m.kv.capacity or m.kv.rows % m.kv.tile:
-        what = "the KV memory does not hold the capacity in whole tiles"
-        expected = f"a multiple of {m.kv.tile}, at least {m.kv.capacity}"
-        ctx.report.add("CALBIN_KV", ("kv", "rows"), what, expected=expected, got=m.kv.rows)
-    for i, layer in enumerate(m.kv.layers):
-        spec = m.model.layers[layer.layer]
-        has = (layer.kv_heads, layer.key_dim, layer.value_dim, layer.window)
-        needs = (spec.kv_heads, spec.key_dim, spec.value_dim, spec.window)
-        if has != needs:
-            what = "heads, key width, value width or window differ from the model's layer"
-            ctx.report.add("CALBIN_KV", ("kv", "layers", i), what, expected=needs, got=has)
+    spec = ctx.manifest.model.layers[state.layer]
+    needs = (spec.kv_heads, spec.key_dim if which == "key" else spec.value_dim)
+    if (state.heads, state.dim) != needs:
+        what = "heads or width differ from the model's layer"
+        ctx.report.add("CALBIN_STATE", path, what, expected=needs, got=(state.heads, state.dim))
+
+
+def _check_agreement(ctx: Context) -> None:
+    """Sub-models that hand out a state as a tensor agree on it."""
     seen: dict[str, TensorDesc] = {}
-    for i, sub in enumerate(m.submodels):
+    for i, sub in enumerate(ctx.manifest.submodels):
         for side, tensors in (("inputs", sub.inputs), ("outputs", sub.outputs)):
             for j, tensor in enumerate(tensors):
                 first = seen.setdefault(tensor.name, tensor)
-                if tensor.name.startswith("kv.") and (tensor != first or tensor.dtype != m.kv.dtype):
-                    what = "sub-models disagree on a KV tensor's dtype, shape, layout or place"
-                    ctx.report.add(
-                        "CALBIN_KV",
-                        ("submodels", i, side, j),
-                        what,
-                        expected=f"{m.kv.dtype}, as {first.shape}",
-                        got=tensor,
-                    )
+                if is_state(tensor.name) and tensor != first:
+                    what = "sub-models disagree on a state's dtype, shape, layout or place"
+                    at = ("submodels", i, side, j)
+                    ctx.report.add("CALBIN_STATE", at, what, expected=f"as {first.shape}", got=tensor)

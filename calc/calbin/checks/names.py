@@ -127,15 +127,16 @@ def _check_chips(ctx: Context) -> None:
                 ctx.report.add(
                     "CALBIN_INDEX", (table, i, "chip"), "no shard is for this chip", expected=expected, got=chip
                 )
-    for i, layer in enumerate(m.kv.layers):
-        if layer.chip not in shards:
-            ctx.report.add(
-                "CALBIN_INDEX",
-                ("kv", "layers", i, "chip"),
-                "no shard is for this chip",
-                expected=expected,
-                got=layer.chip,
-            )
+    for i, state in enumerate(m.states.states):
+        for j, part in enumerate(state.parts):
+            if part.chip not in shards:
+                ctx.report.add(
+                    "CALBIN_INDEX",
+                    ("states", "states", i, "parts", j, "chip"),
+                    "no shard is for this chip",
+                    expected=expected,
+                    got=part.chip,
+                )
 
 
 _FORMATS = {"w8a8": ("w8",), "w4a16": ("w4",), "bf16": ("bf16", "rows_bf16", "f32")}

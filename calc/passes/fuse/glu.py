@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, other_input, replace_value
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, replace_value
+from calc.passes.fuse.activate import activation_of
 
 
 class FuseGlu(Rule):
@@ -16,20 +17,18 @@ class FuseGlu(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         for gated, up in (node.inputs, reversed(node.inputs)):
-            found = _activation(gated)
+            found = activation_of(gated)
             lin_up = _plain_linear(up)
             if found is None or lin_up is None:
                 continue
             act, pre = found
             lin_gate = _plain_linear(pre)
-            if lin_gate is None or lin_gate.inputs[0] is not lin_up.inputs[0]:
+            if lin_gate is None or lin_gate is lin_up or lin_gate.inputs[0] is not lin_up.inputs[0]:
                 continue
             x, wg, wu = lin_gate.inputs[0], lin_gate.inputs[1], lin_up.inputs[1]
             assert x is not None and wg is not None and wu is not None
             name = f"{node.metadata_props.get('calc.scope', node.name)}/Glu"
-            new = calc_node(
-                "Glu", [x, wg, wu], {"norm": 0, "act": act, "eps": 0.0}, [dims(node.outputs[0])], node, name
-            )
+            new = calc_node("Glu", [x, wg, wu], {"act": act}, [dims(node.outputs[0])], node, name)
             insert(node, new)
             replace_value(g, node.outputs[0], new.outputs[0])
             return None
@@ -38,24 +37,6 @@ class FuseGlu(Rule):
 
 def _plain_linear(value: ir.Value | None) -> ir.Node | None:
     node = made_by(value, "Linear", domain=DOMAIN)
-    if node is None or any(attr(node, k, 0) for k in ("norm", "bias", "add")):
+    if node is None or any(attr(node, k, 0) for k in ("bias", "add")):
         return None
     return node
-
-
-def _activation(value: ir.Value | None) -> tuple[str, ir.Value] | None:
-    """(activation, its input) when the value is silu or gelu of something."""
-    node = made_by(value, "Mul", "Gelu", "Swish")
-    if node is None:
-        return None
-    x = node.inputs[0]
-    if node.op_type == "Gelu" and x is not None:
-        return ("gelu_tanh" if attr(node, "approximate", "none") == "tanh" else "gelu"), x
-    if node.op_type == "Swish" and x is not None:
-        return ("silu", x) if attr(node, "alpha", 1.0) == 1.0 else None
-    for v in node.inputs:
-        sig = made_by(v, "Sigmoid")
-        if sig is not None and v is not None and sig.inputs[0] is other_input(node, v):
-            assert sig.inputs[0] is not None
-            return "silu", sig.inputs[0]
-    return None

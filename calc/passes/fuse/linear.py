@@ -26,7 +26,7 @@ class FuseLinear(Rule):
             b = other_input(user, out)
             if b is not None and g.weight(b) is not None and dims(b) == dims(out)[-1:]:
                 out, last, bias = user.outputs[0], user, b
-        attrs = {"n": 1, "norm": 0, "bias": int(bias is not None), "add": 0, "eps": 0.0}
+        attrs = {"n": 1, "bias": int(bias is not None), "add": 0}
         ins = [x, w, *([bias] if bias is not None else [])]
         new = calc_node(
             "Linear", ins, attrs, [dims(out)], node, f"{node.metadata_props.get('calc.scope', node.name)}/Linear"

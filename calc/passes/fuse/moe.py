@@ -59,8 +59,6 @@ class FuseMoe(Rule):
         if back is None or back.op_type != "Reshape" or dims(back.outputs[0]) != dims(x):
             return "the experts' output is not reshaped back to the layer's rows"
         attrs: dict[str, Attr] = {
-            "norm": 0,
-            "eps": 0.0,
             "act": attr(node, "activation", "silu"),
             "top_k": dims(top.outputs[0])[-1],
             "norm_topk": norm_topk,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, replace_value
-from calc.passes.fuse.norm_prologue import plain_attrs
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, plain_attrs, replace_value
 
 
 class FuseResidual(Rule):

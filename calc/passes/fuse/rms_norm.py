@@ -15,7 +15,7 @@ class FuseRmsNorm(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         x, gamma = node.inputs
-        if not is_row_norm(g, node) or len(dims(node.outputs[0])) != 3:
+        if not is_row_norm(g, node) or len(dims(node.outputs[0])) not in (2, 3):
             return "not a norm of the model's rows with a weight for scale"
         assert x is not None and gamma is not None
         eps = float(attr(node, "epsilon", 1e-5))  # type: ignore[arg-type]

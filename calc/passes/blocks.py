@@ -1,0 +1,254 @@
+"""Blocks: how many rows of a call the SRAM works on at once, and where activations leave it.
+
+A prefill's rows are worked through in blocks. The calls of a *region* share a loop over blocks: every block streams the
+region's weights once. Keys and values of earlier blocks are in the state already, so a causal model is right block by
+block. What a later region reads is spilled to DRAM.
+
+Candidates are compared on the target's rates: the whole graph in one region (nothing is spilled, the widest call sets
+the block), a region per half of a layer, and a region per call. The cheapest is taken; of equals the one that reads
+fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from calc.core.errors import CapacityError
+from calc.core.packing import align
+from calc.core.target import Target
+from calc.core.variant import Variant
+from calc.kernels import registry
+from calc.kernels.base import Call
+
+BLOCK_MULTIPLE = 16
+"""Rows of a block are a multiple of this: the lanes that a block of queries fills."""
+
+Probe = Callable[["Plan"], None]
+"""Lowers under a plan, as far as the SRAM; raises CapacityError where it does not fit."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls that share a loop over blocks of `block` rows; None: all rows at once."""
+
+    calls: tuple[Call, ...]
+    block: int | None = None
+
+    def blocks(self, rows: int) -> int:
+        """How often the loop runs for a call of `rows` rows, and so how often the region's weights are read."""
+        return 1 if self.block is None else -(-rows // self.block)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The regions of a sub-model, in order.
+
+    Attributes:
+        regions: see `Region`.
+        kind: which candidate it is.
+        weight_bytes: bytes of weights that a full bucket reads.
+        spill_bytes: bytes of activations that a full bucket writes to DRAM and reads back.
+        cycles: what that and the MACs take at the target's rates, engines overlapping.
+    """
+
+    regions: tuple[Region, ...]
+    kind: str = "whole"
+    weight_bytes: int = 0
+    spill_bytes: int = 0
+    cycles: int = 0
+
+
+def row_domain(call: Call) -> str:
+    """Whether a call has a row per token (tokens) or per sequence (sequences): what its first output's rank says."""
+    return "tokens" if len(call.shapes[call.outputs[0]]) >= 3 else "sequences"
+
+
+def whole(calls: Sequence[Call]) -> Plan:
+    """All rows of the bucket at once."""
+    return Plan((Region(tuple(calls)),))
+
+
+def plan_blocks(
+    calls: Sequence[Call], variant: Variant, target: Target, weight_bytes: Mapping[str, int], probe: Probe
+) -> tuple[Plan, tuple[Plan, ...]]:
+    """Choose regions and block sizes.
+
+    Args:
+        calls: of all chips, in order.
+        variant: the static shape.
+        target: rates, to compare candidates.
+        weight_bytes: bytes of each weight in its shard, by name.
+        probe: see `Probe`.
+
+    Returns:
+        The plan, and every candidate that fits.
+
+    Raises:
+        CapacityError: SRAM_TOO_SMALL when not even the smallest block fits.
+    """
+    try:
+        probe(_priced(whole(_distinct(calls)), variant, target, weight_bytes))
+    except CapacityError:
+        if variant.seq == 1:
+            raise
+    else:
+        plan = _priced(whole(calls), variant, target, weight_bytes)
+        return plan, (plan,)
+    found: list[Plan] = []
+    refusal: CapacityError | None = None
+    for kind, cut in (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)):
+        try:
+            sized = _sized(calls, kind, cut, variant, probe)
+        except CapacityError as e:
+            refusal = e
+            continue
+        found.append(_priced(sized, variant, target, weight_bytes))
+    if not found:
+        raise refusal or CapacityError(())
+    return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+def _cut_never(before: Call, call: Call) -> bool:
+    return False
+
+
+def _cut_halves(before: Call, call: Call) -> bool:
+    """At layer borders, and after what an attention's output goes through."""
+    return before.layer != call.layer or _half(before) != _half(call)
+
+
+def _cut_always(before: Call, call: Call) -> bool:
+    return call.op != "Recv"
+
+
+def _half(call: Call) -> str:
+    return "ffn" if ".mlp" in call.name or call.op in ("Glu", "Moe") else "mix"
+
+
+def _runs(calls: Sequence[Call], cut: Callable[[Call, Call], bool]) -> Iterator[tuple[Call, ...]]:
+    run: list[Call] = []
+    for call in calls:
+        if run and (row_domain(run[-1]) != row_domain(call) or cut(run[-1], call)):
+            yield tuple(run)
+            run = []
+        run.append(call)
+    if run:
+        yield tuple(run)
+
+
+def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe) -> Plan:
+    """Each region with the largest block that fits."""
+    sizes: dict[tuple[object, ...], int] = {}
+    regions = []
+    for run in _runs(calls, cut):
+        if row_domain(run[0]) == "sequences":
+            regions.append(Region(run))
+            continue
+        few = _distinct(run)
+        key = tuple(_signature(c) for c in few)
+        if key not in sizes:
+            sizes[key] = _largest(few, variant, probe)
+        regions.append(Region(run, sizes[key]))
+    return Plan(tuple(regions), kind)
+
+
+def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
+    """The largest block that fits, evened out over the bucket.
+
+    Raises:
+        CapacityError: not even the smallest does.
+    """
+
+    def fits(block: int) -> CapacityError | None:
+        try:
+            probe(Plan((Region(tuple(calls), block),)))
+        except CapacityError as e:
+            return e
+        return None
+
+    low, high = 1, max(1, variant.seq // BLOCK_MULTIPLE)  # in multiples: low fits, high does not
+    refusal = fits(low * BLOCK_MULTIPLE)
+    if refusal is not None:
+        raise refusal
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fits(middle * BLOCK_MULTIPLE) is None:
+            low = middle
+        else:
+            high = middle
+    count = -(-variant.seq // (low * BLOCK_MULTIPLE))
+    return min(low * BLOCK_MULTIPLE, align(-(-variant.seq // count), BLOCK_MULTIPLE))
+
+
+def _signature(call: Call) -> tuple[object, ...]:
+    """What the SRAM a call needs depends on."""
+    shapes = tuple(call.shapes[v] for v in (*call.inputs.values(), *call.outputs))
+    return call.op, call.chip, str(sorted(call.attrs.items())), shapes
+
+
+def _distinct(calls: Sequence[Call]) -> list[Call]:
+    """The calls without layers that look like one before: they need the same SRAM.
+
+    What a dropped layer would have made is read from the layer that stands for it.
+    """
+    layers: dict[tuple[int, int], list[Call]] = {}
+    for c in calls:
+        if c.layer is not None:
+            layers.setdefault((c.layer, c.chip), []).append(c)
+    seen: dict[tuple[object, ...], list[Call]] = {}
+    keep: set[int] = set()
+    instead: dict[str, str] = {}
+    for group in layers.values():
+        look = tuple(_signature(c) for c in group)
+        stands = seen.setdefault(look, group)
+        if stands is group:
+            keep.update(id(c) for c in group)
+        for c, other in zip(group, stands, strict=True):
+            instead.update(zip(c.outputs, other.outputs, strict=True))
+    out = []
+    for c in calls:
+        if c.layer is None or id(c) in keep:
+            inputs = {f: instead.get(v, v) for f, v in c.inputs.items()}
+            shapes = {**c.shapes, **{inputs[f]: c.shapes[v] for f, v in c.inputs.items()}}
+            out.append(replace(c, inputs=inputs, shapes=shapes))
+    return out
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _priced(plan: Plan, variant: Variant, target: Target, weight_bytes: Mapping[str, int]) -> Plan:
+    """The plan with its weight and spill bytes, and their time beside the MACs'."""
+    rows = variant.batch * variant.seq
+    weights = spills = 0
+    cycles = 0.0
+    made: dict[str, int] = {}
+    spilled: set[str] = set()
+    for i, region in enumerate(plan.regions):
+        read = region.blocks(variant.seq) * sum(
+            weight_bytes.get(name, 0) for c in region.calls for name in dict.fromkeys(c.inputs.values())
+        )
+        moved = 0
+        for c in region.calls:
+            for name in c.inputs.values():
+                home = made.get(name)
+                if home is not None and home != i and plan.regions[home].block is not None:
+                    size = 2 * _elements(c.shapes[name])
+                    moved += size + (0 if name in spilled else size)
+                    spilled.add(name)
+            made.update(dict.fromkeys(c.outputs, i))
+        macs = sum(registry()[c.op].work(c, rows, variant.seq).macs for c in region.calls)
+        weights, spills = weights + read, spills + moved
+        cycles += max((read + moved) / target.rates.dram.value, macs / target.rates.mac_bf16.value)
+    return replace(plan, weight_bytes=weights, spill_bytes=spills, cycles=round(cycles))
+
+
+def _elements(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
