@@ -51,8 +51,18 @@ class Location(Frozen):
     nbytes: Positive
 
 
+class TensorPart(Frozen):
+    """Which part of a whole a tensor is: elements from `start` on along `axis`, of `size`."""
+
+    axis: Count
+    start: Count
+    size: Positive
+
+
 class TensorDesc(Frozen):
-    """An input, output or KV tensor of a sub-model.
+    """An input, output or state tensor of a sub-model.
+
+    An input may lie on several chips: the host writes each. An output's parts lie side by side along one axis.
 
     Attributes:
         shape: logical dimensions; `padded_shape` is what memory holds; `tile` is the layout's tile per dimension.
@@ -68,6 +78,7 @@ class TensorDesc(Frozen):
     tile: Dims
     padded_shape: Dims
     valid: tuple[ValidRange, ...] = ()
+    part: TensorPart | None = None
     at: Location
 
 

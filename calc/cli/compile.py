@@ -26,6 +26,7 @@ EXAMPLES = (
 @click.option("-o", "--out", type=OUTPUT, callback=new_file, help="The calbin to write; --dry-run needs none.")
 @click.option("--target", default="calculet-1chip", show_default=True, help="A bundled target, or a TOML file.")
 @click.option("--quant", default="bf16", show_default=True, help="bf16, w8a8, w4a16, or a recipe's TOML file.")
+@click.option("--split", help="How several chips share the model: layers or tensor.  [default: the target's way]")
 @variant_options
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads that pack weights.")
 @click.option(
@@ -47,6 +48,7 @@ def command(
     out: Path | None,
     target: str,
     quant: str,
+    split: str | None,
     prefill: tuple[int, ...],
     batch: tuple[int, ...],
     max_seq_len: int | None,
@@ -76,6 +78,7 @@ def command(
         jobs=jobs,
         golden=not no_golden,
         check_passes=check_passes,
+        split=split,
     )
     with progress(fmt) as tell:
         report = calc.compile(model, None if dry_run else out, options, tell, keep_graphs=keep_graphs)
@@ -108,9 +111,28 @@ def _show(r: CompileReport) -> None:
             for v in r.variants
         ],
     )
+    blocked = [v for v in r.variants if v.row_blocks and v.row_blocks[0].weight_reads > 1]
+    if blocked:
+        table(
+            "Row blocks, the plan in use first",
+            ("name", "cut", "rows", ">weight reads", ">weights", ">spilled", ">ms"),
+            [
+                (
+                    v.name if i == 0 else "",
+                    b.kind,
+                    ", ".join(map(str, b.rows)),
+                    b.weight_reads,
+                    size(b.weight_bytes),
+                    size(b.spill_bytes),
+                    ms(b.seconds),
+                )
+                for v in blocked
+                for i, b in enumerate(v.row_blocks)
+            ],
+        )
     table(
         f"DRAM per chip, {size(r.dram_capacity)} each; SRAM {size(r.sram_capacity)}",
-        (">chip", ">layers", ">weights", ">KV", ">used", ">free"),
+        (">chip", ">layers", ">weights", ">states", ">used", ">free"),
         [
             (chip, layers, size(shard), size(kv), size(used), size(r.dram_capacity - used))
             for chip, (layers, shard, kv, used) in enumerate(

@@ -17,12 +17,19 @@ FORMAT = "calc.format"
 """Key of the output format in the context's `meta`; errors are said in that format too."""
 
 
-def ints(low: int = 1) -> Callable[[click.Context, click.Parameter, str | None], tuple[int, ...] | None]:
-    """A callback that reads ``128,512``: whole numbers of at least `low`, separated by commas."""
+def ints(
+    low: int = 1, *, none: bool = False
+) -> Callable[[click.Context, click.Parameter, str | None], tuple[int, ...] | None]:
+    """A callback that reads ``128,512``: whole numbers of at least `low`, separated by commas.
+
+    With `none` also that word, for no number at all.
+    """
 
     def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
         if value is None:
             return None
+        if none and value == "none":
+            return ()
         try:
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError as e:
@@ -71,19 +78,19 @@ def variant_options(f: F) -> F:
         ),
         click.option(
             "--batch",
-            callback=ints(),
+            callback=ints(none=True),
             metavar=INTS,
             default="1",
             show_default=True,
-            help="Decode batches; 1 is always among them.",
+            help="Decode batches, 1 among them; none for a prefill-only artefact.",
         ),
         click.option(
             "--prefill",
-            callback=ints(),
+            callback=ints(none=True),
             metavar=INTS,
             default="128",
             show_default=True,
-            help="Prefill buckets, tokens. Longer prompts run in chunks.",
+            help="Prefill buckets, tokens. Longer prompts run in chunks; none for a decode-only artefact.",
         ),
     ):
         f = option(f)

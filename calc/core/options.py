@@ -52,6 +52,7 @@ class RowBlock(Frozen):
         weight_bytes: weights that a full bucket reads.
         spill_bytes: activations that it writes to DRAM and reads back.
         cycles: bytes and MACs at the target's rates, overlapping: what candidates are compared by.
+        seconds: the same on the target's clock.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class RowBlock(Frozen):
     weight_bytes: int
     spill_bytes: int
     cycles: int
+    seconds: float
 
 
 class VariantReport(Frozen):

@@ -91,7 +91,7 @@ ROLES: dict[str, Role] = {
         Role(
             "decode",
             "llm_decode",
-            (Tensor(IDS, "i32", "token"),),
+            (_TOKENS,),
             (Tensor(LOGITS, "f32", "sequence", "vocab"),),
             (PAST, CURRENT, SLOT),
             several=False,

@@ -209,6 +209,30 @@ class RowsTensor(TensorRef):
 
 
 @dataclass(frozen=True)
+class ColumnsTensor(TensorRef):
+    """Columns ``start:stop`` of the last axis of another reference (a chip's share of a weight's input channels)."""
+
+    base: TensorRef
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (*self.base.shape[:-1], self.stop - self.start)
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        return self.base.dtype
+
+    @property
+    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.base.sources
+
+    def rows(self, start: int, stop: int) -> NDArray[np.generic]:
+        return np.ascontiguousarray(self.base.rows(start, stop)[..., self.start : self.stop])
+
+
+@dataclass(frozen=True)
 class SelectTensor(TensorRef):
     """Element `index` of axis 0 of another reference, that axis dropped."""
 

@@ -104,6 +104,12 @@ class Kernel(ABC):
 
     name: str
     constraints: tuple[Constraint, ...] = ()
+    loads: str | None = None
+    """The role's input that the kernel reads from DRAM itself."""
+    stores: str | None = None
+    """The role's output that it writes to DRAM itself, or its chip's columns of it."""
+    crosses: bool = False
+    """Whether the kernel reads what another chip has made, over the link."""
     by_row: tuple[str, ...] = ()
     """Inputs of which the kernel picks rows itself: they need not lie in SRAM."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Engine, Fn, Op
+from calc.core.roles import IDS
 from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
 from calc.kernels.program import View, dense
 
@@ -17,6 +18,7 @@ class Embed(Kernel):
     """``y[b, s, :] = scale * table[ids[b, s], :]``, ids int64 [B, S], table [V, H], y [B, S, H]."""
 
     name = "Embed"
+    loads = IDS
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("ids", "table"), ("y",)
@@ -43,7 +45,7 @@ class Embed(Kernel):
         y = low.new(call.outputs[0], w.layout.cols)
         rows = y.rows
         ids = dense(em.sram("ids", 4 * rows.limit), DType.I32, rows.limit)
-        source = low.memory.io["input_ids"]
+        source = low.memory.io[IDS]
         em.load(ids, low.from_first(dense(source, DType.I32, source.nbytes // 4), 4), (rows.count,))
         table = View(em.weights, DType.BF16, (w.layout.code_row_bytes, 2), w.offset)
         em.op(Op.LOADG, Engine.ADMA, (rows.count, y.width), imm=(w.layout.rows,), dst=y.view, a=table, b=ids)

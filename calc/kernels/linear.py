@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from calc.core.isa import DType
 from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, matmul, store, weight_formals
 from calc.kernels.lowering import drain
 
@@ -19,7 +20,7 @@ class Linear(Kernel):
     x [B, S, K], w_i [N_i, K], b_i [N_i], residual and y_i [B, S, N_i]. Dynamic int8 codes of x are made once and
     shared; bias and residual are added in FP32 before the only rounding of the output.
 
-    Attributes of a call: n, bias, add (0 or 1).
+    Attributes of a call: n, bias, add (0 or 1); partial (1: y is a chip's share of a sum and stays FP32).
     """
 
     name = "Linear"
@@ -46,7 +47,7 @@ class Linear(Kernel):
             if attrs["add"]:
                 lines.append(f"pa{i} = Add({out}, residual)")
                 out = f"pa{i}"
-            lines.append(store(out, f"y{i}", numerics))
+            lines.append(store(out, f"y{i}", "fp32" if attrs.get("partial") else numerics))
         return "\n".join(lines)
 
     def work(self, call: Call, rows: int, context: int) -> Work:
@@ -59,7 +60,7 @@ class Linear(Kernel):
         addend = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
         for formal, out in zip(self.weights(call.attrs), call.outputs, strict=True):
             w = low.packed(call, formal)
-            y = low.new(out, w.layout.rows, x.rows)
+            y = low.new(out, w.layout.rows, x.rows, DType.F32 if call.attrs.get("partial") else DType.BF16)
             drain(low.linear(w, x.view, x.rows, y.view, quant=quant, addend=addend))
 
     def examples(self) -> tuple[Example, ...]:

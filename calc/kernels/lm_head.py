@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Fn
+from calc.core.roles import LOGITS
 from calc.kernels.base import (
     Attr,
     Call,
@@ -32,6 +33,7 @@ class LmHead(Kernel):
     """
 
     name = "LmHead"
+    stores = LOGITS
     constraints: tuple[Constraint, ...] = (softcap_positive,)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -61,7 +63,7 @@ class LmHead(Kernel):
         x = low.act(call.inputs["x"])
         vocab = w.layout.rows
         stage = low.scratch("logits", min(w.layout.tile_rows, vocab), DType.F32, x.rows)
-        out = View(low.memory.io["logits"], DType.F32, (4 * vocab, 4))
+        out = View(low.memory.io[LOGITS], DType.F32, (4 * vocab, 4))
         cap = call.float("softcap")
         for ref in low.linear(w, x.view, x.rows, stage.view, staged=True):
             dims = (x.rows.count, ref.rows)

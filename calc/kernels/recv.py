@@ -19,6 +19,7 @@ class Recv(Kernel):
     """
 
     name = "Recv"
+    crosses = True
     by_row = ("message",)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:

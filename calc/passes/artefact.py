@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from pathlib import Path
 from threading import Lock
 
@@ -34,6 +35,7 @@ from calc.calbin.manifest import (
     SubModel,
     TargetDesc,
     TensorDesc,
+    TensorPart,
     ValidRange,
     WeightDesc,
     Workload,
@@ -42,10 +44,13 @@ from calc.calbin.writer import CalbinWriter, SectionWriter
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
 from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
-from calc.core.roles import CURRENT, ROLES, Tensor, is_state
+from calc.core.roles import ROLES, Tensor, is_state
 from calc.core.spec import ModelSpec
 from calc.core.state import ROW_MULTIPLE, StateSpec
+from calc.core.tensors import DTYPES
 from calc.core.variant import Variant
+from calc.kernels import registry
+from calc.kernels.base import Call
 from calc.kernels.program import Packed, Plain
 from calc.passes.finite import Finite
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
@@ -401,15 +406,54 @@ def _submodel(c: Compiled, v: Variant) -> SubModel:
         workload=c.workloads[v],
         target_chips=tuple(c.lowered[v].programs),
         chip_map=tuple(parts),
-        inputs=tuple(_io(c, v, t, 0) for t in ROLES[v.role].inputs),
-        outputs=tuple(_io(c, v, t, max(c.placement.chips)) for t in ROLES[v.role].outputs),
+        inputs=tuple(_input(c, v, t, chip) for t in ROLES[v.role].inputs for chip in _loaders(c, v, t.name)),
+        outputs=tuple(d for t in ROLES[v.role].outputs for d in _outputs(c, v, t)),
     )
 
 
-def _io(c: Compiled, v: Variant, t: Tensor, chip: int) -> TensorDesc:
+def _loaders(c: Compiled, v: Variant, name: str) -> list[int]:
+    """The chips whose programs read an input."""
+    calls = c.programs.placed.model.calls[v]
+    return sorted({k.chip for k in calls if registry()[k.op].loads == name})
+
+
+def _input(c: Compiled, v: Variant, t: Tensor, chip: int) -> TensorDesc:
+    shape = t.shape(v.batch, v.seq, widths(c.spec))
+    valid = (ValidRange(axis=1, csr=t.valid),) if t.valid else ()
+    return _tensor(c, v, t, shape, chip, valid=valid)
+
+
+def _outputs(c: Compiled, v: Variant, t: Tensor) -> list[TensorDesc]:
+    """An output, or the parts of it that the chips write."""
+    calls = sorted((k for k in c.programs.placed.model.calls[v] if registry()[k.op].stores == t.name), key=_chip)
+    whole = t.shape(v.batch, v.seq, widths(c.spec))
+    if len(calls) == 1:
+        return [_tensor(c, v, t, whole, calls[0].chip)]
+    out, start = [], 0
+    for call in calls:
+        width = call.shapes[call.outputs[0]][-1]
+        part = TensorPart(axis=len(whole) - 1, start=start, size=whole[-1])
+        out.append(_tensor(c, v, t, (*whole[:-1], width), call.chip, part=part))
+        start += width
+    return out
+
+
+def _chip(call: Call) -> int:
+    return call.chip
+
+
+def _tensor(
+    c: Compiled,
+    v: Variant,
+    t: Tensor,
+    shape: tuple[int, ...],
+    chip: int,
+    valid: tuple[ValidRange, ...] = (),
+    part: TensorPart | None = None,
+) -> TensorDesc:
     base = c.placement.chips[chip].io["io"].base or 0
     buf = io_buffers(v, c.spec, base)[0][t.name]
-    shape = t.shape(v.batch, v.seq, widths(c.spec))
+    nbytes = prod(shape) * DTYPES[t.dtype].itemsize
     return TensorDesc(
         name=t.name,
         dtype=t.dtype,
@@ -417,6 +461,7 @@ def _io(c: Compiled, v: Variant, t: Tensor, chip: int) -> TensorDesc:
         layout="row_major",
         tile=(1,) * len(shape),
         padded_shape=shape,
-        valid=(ValidRange(axis=1, csr=t.valid or CURRENT),) if t.per == "token" else (),
-        at=Location(space="dram", chip=chip, offset=buf.base, nbytes=buf.nbytes),
+        valid=valid,
+        part=part,
+        at=Location(space="dram", chip=chip, offset=buf.base, nbytes=nbytes),
     )

@@ -122,7 +122,7 @@ def _cut_halves(before: Call, call: Call) -> bool:
 
 
 def _cut_always(before: Call, call: Call) -> bool:
-    return call.op != "Recv"
+    return True
 
 
 def _half(call: Call) -> str:
@@ -132,7 +132,9 @@ def _half(call: Call) -> str:
 def _runs(calls: Sequence[Call], cut: Callable[[Call, Call], bool]) -> Iterator[tuple[Call, ...]]:
     run: list[Call] = []
     for call in calls:
-        if run and (row_domain(run[-1]) != row_domain(call) or cut(run[-1], call)):
+        # what crosses chips does so within one loop: both sides must count the same rows
+        apart = row_domain(run[-1]) != row_domain(call) or cut(run[-1], call) if run else False
+        if run and apart and not registry()[call.op].crosses:
             yield tuple(run)
             run = []
         run.append(call)

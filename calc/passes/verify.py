@@ -16,9 +16,6 @@ from calc.passes.base import Graph
 from calc.passes.lower import ChipProgram
 from calc.passes.place import Placement
 
-CROSSING = frozenset({"Recv", "AllReduce", "AllGather"})
-"""Ops that may read what another chip has made."""
-
 
 def verify_calls(where: str, g: Graph, calls: Sequence[Call]) -> None:
     """Fused: every value is made once, before it is read, and every matrix is a weight of the checkpoint.
@@ -55,7 +52,7 @@ def verify_chips(where: str, calls: Sequence[Call], chips: int) -> None:
         if not 0 <= c.chip < chips:
             raise InternalError(f"{where}: {c.name} runs on chip {c.chip} of {chips}")
         for value in c.inputs.values():
-            if home.get(value, c.chip) != c.chip and c.op not in CROSSING:
+            if home.get(value, c.chip) != c.chip and not registry()[c.op].crosses:
                 raise InternalError(f"{where}: {c.name} on chip {c.chip} reads {value} of chip {home[value]}")
         home.update(dict.fromkeys(c.outputs, c.chip))
 

@@ -161,11 +161,13 @@ class Device:
             ids[i, : len(t)] = t
         pad = sub.batch - len(cur)
         csr = csr_file({PAST: [*step.past, *[0] * pad], CURRENT: [*cur, *[0] * pad], SLOT: [*step.slots, *[0] * pad]})
-        self._write(_named(sub.inputs, IDS), ids)
+        for desc in _named(sub.inputs, IDS):
+            self._write(desc, ids)
         with threadpool_limits(1):
             # one BLAS thread: the order of sums, and so every bit, is the same on every machine of a kind
             self._program(sub).run(csr)
-        return self._read(_named(sub.outputs, LOGITS))
+        parts = sorted(_named(sub.outputs, LOGITS), key=lambda d: d.part.start if d.part else 0)
+        return np.concatenate([self._read(d) for d in parts], axis=parts[0].part.axis if parts[0].part else -1)
 
     def prefill(
         self, tokens: Sequence[int], *, past: int = 0, slot: int = 0, bucket: int | None = None
@@ -271,11 +273,10 @@ class Device:
         return mem.host_read(desc.at.offset, DTYPES[desc.dtype], desc.shape).astype(np.float32)
 
 
-def _named(tensors: Sequence[TensorDesc], name: str) -> TensorDesc:
-    """A tensor by its semantic name, never by its place in a list."""
-    for t in tensors:
-        if t.name == name:
-            return t
-    raise RuntimeFault(
-        Problem("NO_SUCH_TENSOR", name, "the sub-model has no such tensor", ", ".join(t.name for t in tensors), name)
-    )
+def _named(tensors: Sequence[TensorDesc], name: str) -> list[TensorDesc]:
+    """A tensor by its semantic name, never by its place in a list: on every chip that has it, or a part of it."""
+    found = [t for t in tensors if t.name == name]
+    if not found:
+        known = ", ".join(t.name for t in tensors)
+        raise RuntimeFault(Problem("NO_SUCH_TENSOR", name, "the sub-model has no such tensor", known, name))
+    return found

@@ -54,11 +54,11 @@ def variant_report(low: Lowered, v: Variant, past: int, c: Counters, target: Tar
         seconds=seconds,
         tokens_per_second=v.batch * v.seq / seconds,
         bound=c.bound,
-        row_blocks=_row_blocks(low, v),
+        row_blocks=_row_blocks(low, v, target),
     )
 
 
-def _row_blocks(low: Lowered, v: Variant) -> tuple[RowBlock, ...]:
+def _row_blocks(low: Lowered, v: Variant, target: Target) -> tuple[RowBlock, ...]:
     """The chosen plan first, then what else would have fitted."""
     plans = [low.plan, *(p for p in low.candidates if p != low.plan)]
     return tuple(
@@ -69,6 +69,7 @@ def _row_blocks(low: Lowered, v: Variant) -> tuple[RowBlock, ...]:
             weight_bytes=p.weight_bytes,
             spill_bytes=p.spill_bytes,
             cycles=p.cycles,
+            seconds=p.cycles / target.rates.clock.value,
         )
         for p in plans
     )

@@ -12,7 +12,7 @@ from calc.core.errors import CapacityError
 from calc.core.isa import Space
 from calc.kernels.program import Buffer
 from calc.passes.allocate import allocate
-from calc.passes.place import split_layers
+from calc.passes.partition.layers import split_layers
 
 
 @st.composite

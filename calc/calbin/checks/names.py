@@ -49,7 +49,9 @@ def check_names(ctx: Context) -> None:
     for i, sub in enumerate(m.submodels):
         inputs = [(("submodels", i, "inputs", j, "name"), t.name) for j, t in enumerate(sub.inputs)]
         outputs = [(("submodels", i, "outputs", j, "name"), t.name) for j, t in enumerate(sub.outputs)]
-        _table(ctx, "tensor", [*inputs, *outputs])
+        at = [t.at.chip for t in (*sub.inputs, *sub.outputs)]
+        for chip in set(at):  # one tensor may lie on several chips, whole or in parts
+            _table(ctx, "tensor", [named for named, c in zip((*inputs, *outputs), at, strict=True) if c == chip])
         for path, name in (*inputs, *outputs):
             if _ANONYMOUS.fullmatch(name):
                 what = "a tensor is named by its place instead of its meaning (R6)"

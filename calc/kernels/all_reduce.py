@@ -1,0 +1,72 @@
+"""The sum of the chips' partial results, on every chip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from calc.core.errors import InternalError
+from calc.core.isa import DType, Engine, Fn, Op
+from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
+
+if TYPE_CHECKING:
+    from calc.kernels.lowering import Act, Lowering
+
+
+class AllReduce(Kernel):
+    """``y = [residual +] p0 + p1 + ...``; p_i FP32 [B, S, H] of chip i, residual and y [B, S, H] or all [B, H].
+
+    A chip sends its own partial sum to the others and adds all of them in the order of the chips, so that every chip
+    has the same bits. The sum is FP32, rounded once. Attributes of a call: chips, own (the chip's number), add.
+    """
+
+    name = "AllReduce"
+    crosses = True
+
+    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        ins = tuple(f"p{i}" for i in range(int(attrs["chips"])))  # type: ignore[arg-type]
+        return (*ins, *(("residual",) if attrs["add"] else ())), ("y",)
+
+    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        return ()
+
+    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+        ins, _ = self.formals(attrs)
+        lines, total = [], ins[0]
+        for i, x in enumerate(ins[1:], start=1):
+            lines.append(f"s{i} = Add({total}, {x})")
+            total = f"s{i}"
+        return "\n".join((*lines, store(total, "y", numerics)))
+
+    def work(self, call: Call, rows: int, context: int) -> Work:
+        return Work(0, rows * call.shape("p0")[-1] * call.int("chips"))
+
+    def lower(self, low: Lowering, call: Call) -> None:
+        em, own = low.em, call.int("own")
+        mine = low.act(call.inputs[f"p{own}"])
+        dims = (mine.rows.count, mine.width)
+        others = [i for i in range(call.int("chips")) if i != own]
+        for peer in others:
+            em.op(Op.SEND, Engine.LINK, dims, imm=(peer,), a=mine.view)
+        parts: dict[int, Act] = {own: mine}
+        for peer in others:
+            parts[peer] = low.scratch(f"p{peer}", mine.width, DType.F32, mine.rows)
+            em.op(Op.RECV, Engine.LINK, dims, imm=(peer,), dst=parts[peer].view)
+        terms = [parts[i].view for i in sorted(parts)]
+        if call.attrs["add"]:
+            terms.append(low.act(call.inputs["residual"]).view)
+        if len(terms) < 2:
+            raise InternalError(f"{call.name}: a reduction over one chip")
+        y = low.new(call.outputs[0], mine.width, mine.rows)
+        total = low.scratch("sum", mine.width, DType.F32, mine.rows).view
+        for i, term in enumerate(terms[1:], start=2):
+            em.vmap(Fn.ADD, dims, y.view if i == len(terms) else total, terms[0] if i == 2 else total, term)
+
+    def examples(self) -> tuple[Example, ...]:
+        return (
+            Example({"chips": 2, "own": 0, "add": 0}, {"p0": (1, 5, 48), "p1": (1, 5, 48)}),
+            Example(
+                {"chips": 3, "own": 1, "add": 1},
+                {"p0": (1, 5, 48), "p1": (1, 5, 48), "p2": (1, 5, 48), "residual": (1, 5, 48)},
+            ),
+        )
