@@ -8,21 +8,21 @@ import onnx
 import onnxruntime as rt
 from onnx import TensorProto, helper
 
-from calc.core.isa import Space
+from calc.core.isa import Alu, DType, Space
 from calc.core.numerics import dequant_groups_int4, quant_groups_int4, quant_rows_int8
 from calc.core.packing import TileLayout
 from calc.core.target import load_target
 from calc.core.variant import Variant
 from calc.kernels.base import Call, Example, Kernel, Numerics
+from calc.kernels.emit import Emitter
 from calc.kernels.functions import function_proto
-from calc.kernels.lowering import KvBuffers
-from calc.kernels.program import Buffer, Packed, Plain
-from calc.passes.lower import ChipMemory, lower
+from calc.kernels.lowering import ChipMemory, Choices, Lowering, Rows, StateBuffer, weight_region
+from calc.kernels.program import Buffer, Packed, Plain, View
+from calc.passes.lower import ChipProgram, _allocated, _finish
 from calc.passes.pack import pack_plain, pack_rows
 from calc.sim.machine import Machine, csr_file
 
 INT = {"ids", "cur", "past"}
-PLAIN = {"gamma", "q_gamma", "k_gamma", "cos", "sin"}
 
 
 def bf16(x):
@@ -38,7 +38,7 @@ def draw(kernel: Kernel, ex: Example, seed: int = 0) -> dict[str, np.ndarray]:
             out[name] = np.asarray(ex.values[name], np.int64)
         elif name == "ids":
             out[name] = rng.integers(0, ex.shapes["table"][0], shape).astype(np.int64)
-        elif name in PLAIN:
+        elif name in kernel.vectors(ex.attrs):
             out[name] = (rng.standard_normal(shape) * 0.2 + 1).astype(np.float32)
         elif name in kernel.weights(ex.attrs):
             out[name] = bf16(rng.standard_normal(shape).astype(np.float32) / np.sqrt(shape[-1]))
@@ -98,8 +98,9 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def _pack(weight_names, values, schemes, group, tile_rows):
+def _pack(kernel: Kernel, attrs: dict, values, schemes, group, tile_rows):
     """Every weight's handle, and the shard that holds them."""
+    weight_names, vectors = kernel.weights(attrs), kernel.vectors(attrs)
     handles, blobs, at = {}, [], 0
     for name, v in values.items():
         if name in weight_names:
@@ -111,7 +112,7 @@ def _pack(weight_names, values, schemes, group, tile_rows):
             experts = v.shape[0] if v.ndim == 3 else 0
             blob = b"".join(pack_rows(lay, e, bias) for e in (v if experts else [v]))
             handles[name] = Packed(name, at, lay, experts)
-        elif name in PLAIN:
+        elif name in vectors:
             blob = pack_plain(v)
             handles[name] = Plain(name, at, v.shape)
         else:
@@ -123,100 +124,132 @@ def _pack(weight_names, values, schemes, group, tile_rows):
     return handles, shard
 
 
-def run_sim(
-    kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32
-):
-    """The kernel's program alone on a machine; returns its outputs as f32."""
-    target = load_target("calculet-1chip")
-    weight_names = kernel.weights(attrs)
-    handles, shard = _pack(weight_names, values, schemes, group, tile_rows)
-    x = next(v for k, v in values.items() if k in ("x", "q", "ids"))
-    variant = Variant("decode" if x.shape[1] == 1 else "prefill", x.shape[0], x.shape[1])
-    base = len(shard)
-    kv = {}
-    if "past_k" in values:
-        _, h, c, d = values["past_k"].shape
-        row = h * d * 2
-        kv[0] = KvBuffers(
-            Buffer("k", Space.DRAM, c * row, base=base),
-            Buffer("v", Space.DRAM, c * row, base=base + c * row),
-            row,
-            row,
-            c,
-        )
-        base += 2 * c * row
-    io, end = {}, base
-    vocab = values["w"].shape[0] if "w" in values else 8
-    for n, size in (("input_ids", 4 * x.shape[0] * x.shape[1]), ("logits", 4 * vocab * x.shape[0])):
-        io[n] = Buffer(n, Space.DRAM, size, base=end)
-        end += -(-size // 64) * 64
-    call = make_call(kernel, ex, attrs, values)
-    acts = {
-        k: v
-        for k, v in values.items()
-        if v.dtype == np.float32 and v.ndim == 3 and k not in weight_names and k not in PLAIN
-    }
-    acts = {k: v for k, v in acts.items() if not k.startswith("past_")}
-    src = {
-        k: Buffer(f"in:{k}", Space.DRAM, v.size * 2, base=end + i * (1 << 20)) for i, (k, v) in enumerate(acts.items())
-    }
-    out_shapes = {}
-    end += (len(acts) + 4) << 20
-    import calc.passes.lower as lower_module
+class Bench:
+    """One kernel call on a machine of one chip: its inputs in DRAM, its program, its outputs.
 
-    programs = _lower_one(
-        lower_module, kernel, call, variant, ChipMemory(handles, len(shard), kv, io), target, src, acts, end, out_shapes
-    )
-    machine = Machine(target.sram_bytes, {0: shard}, {0: end + (8 << 20) - len(shard)}, mode)
-    mem = machine.memories[0]
-    if "ids" in values:
-        mem.host_write(io["input_ids"].base, values["ids"].astype(np.int32))
-    for k, b in src.items():
-        mem.host_write(b.base, acts[k].astype(ml_dtypes.bfloat16))
-    past = int(values["past"][0]) if "past" in values else 0
-    if kv:
-        for n, buf in (("past_k", kv[0].key), ("past_v", kv[0].value)):
-            rows = values[n][0].transpose(1, 0, 2)[:past].astype(ml_dtypes.bfloat16)
-            if past:
-                mem.host_write(buf.base, rows.reshape(past, -1))
-    cur = int(values["cur"][0]) if "cur" in values else x.shape[1]
-    machine.load({0: programs.records}, {0: programs.nodes}).run(
-        csr_file({"past_kv_cur_seq_len": [past], "cur_seq_len": [cur], "kv_slot": [0]})
-    )
-    out = {}
-    for name, (addr, shape, dtype) in out_shapes.items():
-        out[name] = mem.host_read(addr, dtype, shape).astype(np.float32)
-    if "logits" in call.outputs:
-        out["logits"] = mem.host_read(io["logits"].base, 1, (x.shape[0], vocab))
-    if kv:
-        for n, buf in (("kv_k", kv[0].key), ("kv_v", kv[0].value)):
-            _, h, c, d = values["past_k"].shape
-            out[n] = mem.host_read(buf.base, 2, (1, c, h, d)).astype(np.float32).transpose(0, 2, 1, 3)
-    return out, cur, past
+    Args:
+        kernel, ex, attrs, values: the call.
+        schemes, group: of its weights.
+        tile_rows: rows of a packed tile.
+        block: rows that the program works on at once; None for all.
+        ring: states of a windowed attention as rings of the window, as the compiler would place them.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        ex: Example,
+        attrs: dict,
+        values: dict,
+        schemes,
+        group: int,
+        *,
+        tile_rows: int = 32,
+        block: int | None = None,
+        ring: bool = False,
+    ) -> None:
+        self.kernel, self.values, self.target = kernel, values, load_target("calculet-1chip")
+        handles, self.shard = _pack(kernel, attrs, values, schemes, group, tile_rows)
+        self.call = make_call(kernel, ex, attrs, values)
+        x = next(v for k, v in values.items() if k in ("x", "a", "q", "ids"))
+        seq = x.shape[1] if x.ndim == 3 or "ids" in values else 1
+        self.variant = Variant("decode" if seq == 1 else "prefill", x.shape[0], seq)
+        self.past = int(values["past"][0]) if "past" in values else 0
+        self.cur = int(values["cur"][0]) if "cur" in values else seq
+        at = len(self.shard)
+        states = {}
+        for formal, spec in kernel.states(self.call).items():
+            _, heads, capacity, _ = values[formal].shape
+            rows = spec.rows(capacity, 32) if ring else capacity
+            buf = Buffer(formal, Space.DRAM, rows * spec.row_bytes(), base=at)
+            states[formal] = StateBuffer(spec, buf, heads, rows, ring and rows < capacity)
+            at += -(-buf.nbytes // 64) * 64
+        io, vocab = {}, values["w"].shape[0] if "w" in values else 8
+        for n, size in (("input_ids", 4 * x.shape[0] * seq), ("logits", 4 * vocab * x.shape[0])):
+            io[n] = Buffer(n, Space.DRAM, size, base=at)
+            at += -(-size // 64) * 64
+        skip = {*kernel.weights(attrs), *kernel.vectors(attrs), *kernel.states(self.call)}
+        self.acts = {k: v for k, v in values.items() if v.dtype == np.float32 and v.ndim in (2, 3) and k not in skip}
+        self.acts = {k: v for k, v in self.acts.items() if not (k[0] == "b" and k[1:].isdigit())}
+        self.src = {}
+        for k, v in self.acts.items():
+            self.src[k] = Buffer(f"in:{k}", Space.DRAM, v.size * 2, base=at)
+            at += -(-v.size * 2 // 64) * 64
+        self.memory = ChipMemory(handles, len(self.shard), states, io, at + (8 << 20))
+        self.out: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.end = at
+        self.program = self._lower(block)
+
+    def _lower(self, block: int | None) -> ChipProgram:
+        em = Emitter(weight_region("weights", len(self.shard), 0), 3, 1 << 20)
+        low = Lowering(em, self.variant, self.memory, Choices(8192, 32))
+        seq = self.variant.seq
+        if seq == 1:
+            low.begin(low.sequences, None)
+            self._body(low, None)
+        elif block is None:
+            low.begin(Rows(em.csr("cur_seq_len"), seq), None)
+            self._body(low, None)
+        else:
+            cur = em.csr("cur_seq_len")
+            with em.loop(em.alu(Alu.CDIV, cur, block)) as b:
+                first = em.alu(Alu.MUL, b, block)
+                low.begin(Rows(em.alu(Alu.MIN, em.alu(Alu.SUB, cur, first), block), block), first)
+                self._body(low, first)
+        low.end()
+        assert _allocated(low, self.variant, 0, self.target) is None
+        return _finish(low)
+
+    def _body(self, low: Lowering, first) -> None:
+        em = low.em
+        for k, v in self.acts.items():
+            a = low.new(k, v.shape[-1], low.sequences if v.ndim == 2 else None)
+            row = v.shape[-1] * 2
+            em.load(a.view, low.from_first(View(self.src[k], DType.BF16, (row, 2)), row), (a.rows.count, a.width))
+        em.source(self.call.name)
+        with em.scope():
+            self.kernel.lower(low, self.call)
+        for name in self.call.outputs:
+            if name in low.acts:
+                a = low.acts[name]
+                limit = self.variant.batch if a.rows == low.sequences else self.variant.batch * self.variant.seq
+                row = a.width * 2
+                dst = Buffer(f"out:{name}", Space.DRAM, limit * row, base=self.end)
+                em.store(low.from_first(View(dst, DType.BF16, (row, 2)), row), a.view, (a.rows.count, a.width))
+                self.out[name] = (self.end, (limit, a.width))
+                self.end += -(-dst.nbytes // 64) * 64
+
+    def run(self, mode: str) -> dict[str, np.ndarray]:
+        """The outputs as f32, of valid rows; of a state what it holds, position by position."""
+        values, base = self.values, len(self.shard)
+        machine = Machine(self.target.sram_bytes, {0: self.shard}, {0: self.memory.scratch + (8 << 20) - base}, mode)
+        mem = machine.memories[0]
+        if "ids" in values:
+            mem.host_write(self.memory.io["input_ids"].base, values["ids"].astype(np.int32))
+        for k, b in self.src.items():
+            mem.host_write(b.base, self.acts[k].astype(ml_dtypes.bfloat16))
+        for formal, state in self.memory.states.items():
+            rows = values[formal][0].transpose(1, 0, 2).astype(ml_dtypes.bfloat16).reshape(-1, state.row_bytes // 2)
+            for t in range(max(0, self.past - state.rows), self.past):
+                mem.host_write(state.buf.base + (t % state.rows) * state.row_bytes, rows[t])
+        csr = csr_file({"past_kv_cur_seq_len": [self.past], "cur_seq_len": [self.cur], "kv_slot": [0]})
+        machine.load({0: self.program.records}, {0: self.program.nodes}).run(csr)
+        out = {n: mem.host_read(at, 2, shape).astype(np.float32) for n, (at, shape) in self.out.items()}
+        if "logits" in self.call.outputs:
+            w = values["w"]
+            out["logits"] = mem.host_read(self.memory.io["logits"].base, 1, (self.variant.batch, w.shape[0]))
+        for (formal, state), name in zip(self.memory.states.items(), ("kv_k", "kv_v"), strict=False):
+            dim = values[formal].shape[-1]
+            held = mem.host_read(state.buf.base, 2, (state.rows, state.heads, dim)).astype(np.float32)
+            total = self.past + self.cur
+            kept = np.arange(max(0, total - (state.spec.window or total if state.ring else total)), total)
+            out[name] = held[kept % state.rows].transpose(1, 0, 2)
+        return out
 
 
-def _lower_one(lower_module, kernel, call, variant, chip, target, src, acts, end, out_shapes):
-    """Lower one call, with its activations loaded before and its results stored after it."""
-    from calc.core.isa import DType
-    from calc.kernels.emit import Emitter
-    from calc.kernels.lowering import Choices, Lowering, weight_region
-    from calc.kernels.program import View
-
-    em = Emitter(weight_region("weights", chip.shard_bytes, 0), 3, 1 << 20)
-    low = Lowering(em, variant, chip.weights, chip.kv, chip.io, Choices(8192, 32))
-    for k, v in acts.items():
-        a = low.new(k, v.shape[-1])
-        em.load(a.view, View(src[k], DType.BF16, (v.shape[-1] * 2, 2)), (low.rows, v.shape[-1]))
-    em.source(call.name)
-    with em.scope():
-        kernel.lower(low, call)
-    for i, name in enumerate(call.outputs):
-        if name in low.acts:
-            a = low.acts[name]
-            dst = Buffer(f"out:{name}", Space.DRAM, low.max_rows * a.width * 2, base=end + (i << 20))
-            em.store(View(dst, DType.BF16, (a.width * 2, 2)), a.view, (low.rows, a.width))
-            out_shapes[name] = (dst.base, (variant.batch, variant.seq, a.width), 2)
-    return lower_module._finish(low, variant, 0, target)
+def run_sim(kernel, ex, attrs, values, schemes, group, mode, tile_rows=32, **more):
+    """The kernel's program alone on a machine; its outputs as f32."""
+    return Bench(kernel, ex, attrs, values, schemes, group, tile_rows=tile_rows, **more).run(mode)
 
 
-__all__ = ["draw", "lower", "onnx", "quantize", "run_ort", "run_sim"]
+__all__ = ["draw", "onnx", "quantize", "run_ort", "run_sim"]
