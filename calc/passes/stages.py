@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from calc.core.errors import CapacityError, ModelError, Problem
+from calc.core.errors import CapacityError, ModelError, Problem, UnsupportedError
 from calc.core.options import Progress
+from calc.core.roles import is_state, is_state_input
 from calc.core.spec import ModelSpec
 from calc.core.target import Target
 from calc.core.variant import Variant
+from calc.kernels import registry
 from calc.kernels.base import Call
 from calc.kernels.lowering import ChipMemory
-from calc.passes.base import Graph, Rule, Watcher
+from calc.passes.base import Graph, Refusal, Rule, Watcher
 from calc.passes.calls import bind_schemes, calls
 from calc.passes.lower import Lowered, io_buffers, lower
 from calc.passes.order import fusion_passes
@@ -109,7 +111,32 @@ def _fuse(g: Graph, watcher: Watcher, progress: Progress) -> list[Call]:
         progress(f"pass {p.name}", i + 1, len(passes))
         if changed:
             watcher.after_pass(g, p.name)
-    return calls(g, [r for p in passes if isinstance(p, Rule) for r in p.refusals])
+    refusals = [r for p in passes if isinstance(p, Rule) for r in p.refusals]
+    todo = calls(g, refusals)
+    _check_outputs(g, todo, refusals)
+    return todo
+
+
+HEADS = ("fuse-lm-head",)
+"""Rules that make the calls that write outputs: their refusals say why one is missing."""
+
+
+def _check_outputs(g: Graph, todo: Sequence[Call], refusals: Sequence[Refusal]) -> None:
+    """Every output but the states must be stored to DRAM by a kernel that does so."""
+    stored = {v for c in todo if registry()[c.op].stores is not None for v in c.outputs}
+    reasons = [f"{r.rule}: {r.reason}" for r in refusals if r.rule in HEADS]
+    problems = [
+        Problem(
+            "OUTPUT_UNSUPPORTED",
+            out.name or "?",
+            "; ".join(["no NPU kernel writes this output", *dict.fromkeys(reasons)]),
+            hint="`calc inventory` lists every op with its class and why it did not fuse",
+        )
+        for out in g.model.graph.outputs
+        if not is_state(out.name) and out.name not in stored
+    ]
+    if problems:
+        raise UnsupportedError(problems)
 
 
 def _check_same_weights(fused: Mapping[Variant, Sequence[Call]]) -> None:
@@ -121,7 +148,7 @@ def _check_same_weights(fused: Mapping[Variant, Sequence[Call]]) -> None:
             "ONNX_INPUTS",
             v.name,
             f"the graph's weights are not those of {first.name}",
-            got=", ".join(sorted(w for w in used[v] ^ used[first] if not w.startswith("past_kv")))[:300],
+            got=", ".join(sorted(w for w in used[v] ^ used[first] if not is_state_input(w)))[:300],
             hint="all graphs of a model use the same weights under the same names",
         )
         for v in others

@@ -224,6 +224,7 @@ def tensor(name: str, dtype: str, shape: tuple, tile: tuple, padded: tuple, at: 
         "tile": tile,
         "padded_shape": padded,
         "valid": [{"axis": a, "csr": c} for a, c in valid],
+        "part": None,
         "at": {"space": "dram", "chip": 0, "offset": at, "nbytes": int(np.prod(padded)) * item},
     }
 
@@ -265,20 +266,29 @@ def submodel(role: str, batch: int, seq: int, chips: int) -> dict:
     }
 
 
-def kv_layers(chips: int) -> list[dict]:
+def states(chips: int) -> list[dict]:
     size = SLOTS * ROWS * HEAD * 2
     return [
         {
+            "name": f"kv.{i}.{which}",
             "layer": i,
-            "chip": i if chips == 2 else 0,
-            "key_offset": KV_BASE + 2 * i * size,
-            "value_offset": KV_BASE + (2 * i + 1) * size,
-            "kv_heads": 1,
-            "key_dim": HEAD,
-            "value_dim": HEAD,
+            "dtype": "bf16",
+            "heads": 1,
+            "dim": HEAD,
+            "growth": "token",
             "window": None,
+            "rows": ROWS,
+            "parts": [
+                {
+                    "chip": i if chips == 2 else 0,
+                    "offset": KV_BASE + (2 * i + k) * size,
+                    "first_head": 0,
+                    "heads": 1,
+                }
+            ],
         }
         for i in range(LAYERS)
+        for k, which in enumerate(("key", "value"))
     ]
 
 
@@ -372,14 +382,7 @@ def tiny(chips: int = 1) -> Parts:
             for c, (_, d) in enumerate(shards)
         ],
         "weights": [w for ws, _ in shards for w in ws],
-        "kv": {
-            "dtype": "bf16",
-            "slots": SLOTS,
-            "capacity": CAPACITY,
-            "rows": ROWS,
-            "tile": 16,
-            "layers": kv_layers(chips),
-        },
+        "states": {"slots": SLOTS, "capacity": CAPACITY, "tile": 16, "states": states(chips)},
         "csrs": [
             {"name": n, "index": i, "count": 1} for i, n in enumerate(("past_kv_cur_seq_len", "cur_seq_len", "kv_slot"))
         ],

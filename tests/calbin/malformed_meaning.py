@@ -30,13 +30,13 @@ def _(parts: Parts) -> bytes:
     return assemble(parts)
 
 
-@edited("43 roles disagree on where a layer's KV is", "CALBIN_KV", chips=2)
+@edited("43 roles disagree on where a layer's states are", "CALBIN_STATE", chips=2)
 def _(m: dict) -> None:
     a, b = m["submodels"][1]["chip_map"]
     a["layers"], b["layers"] = b["layers"], a["layers"]
 
 
-@edited("43 roles disagree on a KV tensor", "CALBIN_KV")
+@edited("43 roles disagree on a state's tensor", "CALBIN_STATE")
 def _(m: dict) -> None:
     for sub, heads in zip(m["submodels"], (1, 2), strict=True):
         tensor = {
@@ -50,19 +50,39 @@ def _(m: dict) -> None:
         sub["outputs"].append(tensor)
 
 
-field("43 heads", "CALBIN_KV", "kv.layers[0].kv_heads", 2)
-field("43 head dim", "CALBIN_KV", "kv.layers[1].value_dim", 8)
-field("43 window", "CALBIN_KV", "kv.layers[1].window", 4)
-field("43 dtype", "CALBIN_ENUM", "kv.dtype", "i8")
-field("43 a layer twice", "CALBIN_KV", "kv.layers[1].layer", 0)
-field("43 memory under the capacity", "CALBIN_KV", "kv.rows", 16)
-field("43 memory that is not whole tiles", "CALBIN_KV", "kv.tile", 15)
-field("43 a bucket past the capacity", "CALBIN_KV", "kv.capacity", 7)
+STATE = "states.states[0]"
+field("43 heads", "CALBIN_STATE", f"{STATE}.heads", 2)
+field("43 head dim", "CALBIN_STATE", "states.states[3].dim", 8)
+field("43 a window without a ring", "CALBIN_STATE", f"{STATE}.window", 4)
+field("43 a ring without a window", "CALBIN_STATE", f"{STATE}.growth", "ring")
+field("43 several rows of what has one", "CALBIN_STATE", f"{STATE}.growth", "fixed")
+field("43 unknown growth", "CALBIN_ENUM", f"{STATE}.growth", "heap")
+field("43 dtype", "CALBIN_ENUM", f"{STATE}.dtype", "f16")
+field("43 a layer that the model lacks", "CALBIN_STATE", f"{STATE}.layer", 2)
+field("43 a name twice", "CALBIN_STATE", f"{STATE}.name", "kv.0.value")
+field("43 memory under the capacity", "CALBIN_STATE", f"{STATE}.rows", 16)
+field("43 memory that is not whole tiles", "CALBIN_STATE", "states.tile", 15)
+field("43 a bucket past the capacity", "CALBIN_STATE", "states.capacity", 7)
+field("43 a part past the heads", "CALBIN_STATE", f"{STATE}.parts[0].heads", 2, 2**62)
+field("43 a head that nobody holds", "CALBIN_STATE", f"{STATE}.parts[0].first_head", 1)
+field("43 no part", "CALBIN_RANGE", f"{STATE}.parts", ())
 
 
-@edited("44 a role missing", "CALBIN_ROLE")
+@edited("43 a chip with two parts", "CALBIN_STATE")
 def _(m: dict) -> None:
-    m["submodels"][1].update(role="prefill", model_type="llm_prefill")
+    parts = m["states"]["states"][0]["parts"]
+    m["states"]["states"][0]["parts"] = [*parts, {**parts[0], "offset": KV_BASE + (1 << 18)}]
+
+
+@edited("43 a language model that keeps nothing", "CALBIN_STATE")
+def _(m: dict) -> None:
+    m["states"]["states"] = []
+
+
+field("43 a part of an output", "CALBIN_PART", f"{P}.outputs[0].part", {"axis": 1, "start": 0, "size": 120})
+field("43 a part past the whole", "CALBIN_PART", f"{P}.outputs[0].part", {"axis": 1, "start": 4, "size": 60})
+field("43 a part along no axis", "CALBIN_PART", f"{P}.outputs[0].part", {"axis": 2, "start": 0, "size": 60})
+field("43 a part of an input", "CALBIN_PART", f"{P}.inputs[0].part", {"axis": 1, "start": 0, "size": 8})
 
 
 @edited("44 a role twice", "CALBIN_ROLE")
@@ -77,7 +97,7 @@ field("45 a batch of more than the slots", "CALBIN_BATCH", f"{P}.batch", 3)
 T = f"{P}.outputs[0]"
 field("46 tile", "CALBIN_TILE", f"{T}.tile", (1, 0), (0, 16))
 field("46 negative tile", "CALBIN_TILE", f"{T}.tile", (1, -16))
-field("46 tile of the KV cache", "CALBIN_TILE", "kv.tile", 0)
+field("46 tile of the states", "CALBIN_RANGE", "states.tile", 0)
 field("46 padded below logical", "CALBIN_PADDED", f"{T}.padded_shape", (1, 48))
 field("46 padded to no whole tile", "CALBIN_PADDED", f"{T}.padded_shape", (1, 63))
 field("46 padded below logical, weight", "CALBIN_WEIGHT_SHAPE", "weights[1].padded_shape", (63, 32))
@@ -92,10 +112,10 @@ field("47 the peak past the SRAM", "CALBIN_SRAM", f"{P}.chip_map[0].sram_peak", 
 field("47 DRAM regions overlap", "CALBIN_DRAM", "dram[1].offset", KV_BASE - 1)
 field("47 a region past the DRAM", "CALBIN_DRAM", "target.dram_bytes", 3 * (1 << 20) - 1)
 field("47 a region elsewhere", "CALBIN_DRAM", "dram[0].space", "sram")
-field("47 a shard over the KV cache", "CALBIN_DRAM", "shards[0].dram_offset", KV_BASE)
-field("47 caches overlap", "CALBIN_DRAM", "kv.layers[1].key_offset", KV_BASE + 1)
-field("47 a cache outside its region", "CALBIN_DRAM", "kv.layers[1].key_offset", KV_BASE - 2)
-field("47 a tensor over the KV cache", "CALBIN_DRAM", f"{T}.at.offset", KV_BASE)
+field("47 a shard over a state", "CALBIN_DRAM", "shards[0].dram_offset", KV_BASE)
+field("47 states overlap", "CALBIN_DRAM", "states.states[2].parts[0].offset", KV_BASE + 1)
+field("47 a state outside its region", "CALBIN_DRAM", "states.states[2].parts[0].offset", KV_BASE - 2)
+field("47 a tensor over a state", "CALBIN_DRAM", f"{T}.at.offset", KV_BASE)
 field("47 a tensor over another", "CALBIN_DRAM", f"{T}.at.offset", IO_BASE)
 field("47 a tensor before every region", "CALBIN_DRAM", f"{T}.at.offset", 3 << 20)
 

@@ -86,7 +86,7 @@ def test_reader_answers_views(parts, tmp_path):
         assert c.array("hf/key.1").dtype == ml_dtypes.bfloat16
         assert c.file("tokenizer.json") == TOKENIZER
         assert bytes(c.section("graphs")) == b"onnx"
-        assert c.manifest.kv.capacity == CAPACITY
+        assert c.manifest.states.capacity == CAPACITY
 
 
 def test_unknown_names_are_refused(one, tmp_path):

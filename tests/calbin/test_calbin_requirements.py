@@ -98,13 +98,13 @@ def test_others_than_the_reference_have_a_row_of_logits_per_call(one):
     assert validate(memoryview(data), len(data), deep=True).arrays[2].shape == (3, 64)
 
 
-def test_an_encoder_needs_neither_role_nor_kv(one):
+def test_an_encoder_needs_neither_role_nor_states(one):
     one.sections = [s for s in one.sections if s[0] != "program.decode_b1_s1.0"]
 
     def edit(m):
         del m["submodels"][1]
         m["submodels"][0].update(role="encode", model_type="encoder")
-        m["kv"]["layers"] = ()
+        m["states"]["states"] = ()
 
     data = assemble(one, edit=edit)
     assert validate(memoryview(data), len(data), deep=True).submodels[0].role == "encode"

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calc.core.errors import VerificationError
+from calc.core.errors import InternalError, VerificationError
 from calc.core.metrics import max_abs, rel_rms
+from calc.core.variant import Variant
 from calc.passes.execute import Replayed
 from calc.passes.ladder import DECODE_STEPS, Ladder, golden_plan
 
@@ -32,15 +33,23 @@ def test_golden_plan(buckets: list[int], capacity: int) -> None:
     assert set(plan.replay_rows) <= set(plan.rows)
     for b in buckets:
         assert {n - 1 for n in (b - 1, b, b + 1) if 1 <= n <= capacity} <= set(plan.rows)
-    calls = plan.calls(max(buckets), "p", "d")
+    prefill, decode = Variant("prefill", 1, max(buckets)), Variant("decode", 1, 1)
+    calls = plan.calls(prefill, decode)
     assert [(c.graph, c.cur, c.past) for c in calls] == [
-        ("p", plan.prompt, 0),
-        *(("d", 1, plan.prompt + i) for i in range(DECODE_STEPS)),
+        (prefill.name, plan.prompt, 0),
+        *((decode.name, 1, plan.prompt + i) for i in range(DECODE_STEPS)),
     ]
     seen = [int(t) for c in calls for t in c.ids[0, : c.cur]]
     assert seen == list(plan.tokens[: plan.prompt + DECODE_STEPS])
     assert calls[0].ids.shape == (1, max(buckets))
     assert not calls[0].ids[0, plan.prompt :].any()
+    steps = range(DECODE_STEPS)
+    alone = [(c.graph, c.cur, c.past) for c in plan.calls(prefill, None)]
+    assert alone == [(prefill.name, plan.prompt, 0), *((prefill.name, 1, plan.prompt + i) for i in steps)]
+    stepwise = [(c.graph, c.cur, c.past) for c in plan.calls(None, decode)]
+    assert stepwise == [(decode.name, 1, t) for t in range(plan.prompt + DECODE_STEPS)]
+    with pytest.raises(InternalError, match="through no graph"):
+        plan.calls(None, None)
 
 
 def run(value: float, last: float | None = None) -> Replayed:

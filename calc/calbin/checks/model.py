@@ -163,10 +163,34 @@ def _check_tensors(ctx: Context, sub: SubModel, path: Path) -> None:
                 ctx.report.add(
                     "CALBIN_UNBOUNDED", (*at, "valid"), what, expected="axis 1 bounded by cur_seq_len", got=tensor.valid
                 )
+    _check_whole(ctx, sub, path)
     bounded = any(v.csr == "cur_seq_len" for t in sub.inputs for v in t.valid)
     if sub.seq > 1 and sub.inputs and not bounded:
         what = "no input is bounded by cur_seq_len, yet the bucket has room for several tokens (R5)"
         ctx.report.add("CALBIN_UNBOUNDED", (*path, "inputs"), what, expected="valid: cur_seq_len")
+
+
+def _check_whole(ctx: Context, sub: SubModel, path: Path) -> None:
+    """CALBIN_PART: an input is whole wherever it lies; an output is one tensor, or parts that make up the whole."""
+    for j, tensor in enumerate(sub.inputs):
+        if tensor.part is not None:
+            what = "an input is a part: the host writes all of it on each chip"
+            ctx.report.add("CALBIN_PART", (*path, "inputs", j, "part"), what, expected="none", got=tensor.part)
+    by_name: dict[str, list[int]] = {}
+    for j, tensor in enumerate(sub.outputs):
+        by_name.setdefault(tensor.name, []).append(j)
+    for found in by_name.values():
+        at: Path = (*path, "outputs", found[0], "part")
+        parts = [(sub.outputs[j].part, sub.outputs[j].shape) for j in found]
+        if len(parts) == 1 and parts[0][0] is None:
+            continue
+        spans = sorted((p.start, p.start + s[p.axis]) for p, s in parts if p is not None and p.axis < len(s))
+        wholes = {(p.axis, p.size) for p, _ in parts if p is not None}
+        ends = [0, *(end for _, end in spans)]
+        fit = len(spans) == len(parts) and len(wholes) == 1 and [a for a, _ in spans] == ends[:-1]
+        if not fit or ends[-1] != next(iter(wholes))[1]:
+            what = "the parts of an output do not make up the whole, side by side along one axis"
+            ctx.report.add("CALBIN_PART", at, what, got=[p for p, _ in parts])
 
 
 def check_tensor(ctx: Context, tensor: TensorDesc, path: Path) -> None:

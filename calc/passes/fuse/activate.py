@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, other_input, replace_value
+from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, other_input, replace_value, sole_user
 
 
 class FuseActivate(Rule):
@@ -20,6 +20,9 @@ class FuseActivate(Rule):
         if found is None:
             return "not an activation of one value"
         act, x = found
+        user = sole_user(out)
+        if act == "sigmoid" and user is not None and activation_of(user.outputs[0]) not in (None, found):
+            return "the inner part of a silu"
         if len(dims(out)) not in (2, 3) or dims(x) != dims(out):
             return "not over the rows of the model"
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Activate"
