@@ -52,6 +52,8 @@ def load_graph(path: Path) -> Graph:
         model = ir.load(path, format="protobuf")
     except (OSError, DecodeError, ValueError) as e:
         raise ModelError(Problem("ONNX_UNREADABLE", str(path), "not a readable ONNX file", got=str(e))) from e
+    for i, node in enumerate(model.graph):
+        node.name = node.name or f"{node.op_type}.{i}"  # the passes name what they make after it
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if any(v.shape is None for n in model.graph for v in n.outputs):
         ShapeInferencePass()(model)

@@ -220,7 +220,7 @@ def test_moe_decode_reads_the_routed_experts_only(moe_calbins):
         tables = sum(w.nbytes for w in m.weights if w.name.startswith("rope."))
         streamed = sum(w.nbytes for w in m.weights) - unchosen - tables
         got = Device(c).time("decode_b1_s1", [1], [0]).dram_bytes
-        kv = 2 * 2 * sum(x.kv_heads * (x.key_dim + x.value_dim) for x in m.kv.layers)  # one row written, one read
+        kv = 2 * 2 * sum(s.heads * s.dim for s in m.states.states)  # one row written, one read
         # beside weights and KV: the token, its embedding row, its RoPE rows and the logits
         rest = got - streamed - kv
         row = 2 * m.model.hidden + 4 + 4 * m.model.head_dim + 4 * m.model.vocab

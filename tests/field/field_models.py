@@ -78,8 +78,8 @@ def rel_rms(got: Sequence[Array], want: Sequence[Array]) -> float:
 
 
 def kv(device: Device, count: int, slot: int = 0) -> list[Array]:
-    """Keys and values of all layers, in order."""
-    return [x for i in range(len(device.manifest.kv.layers)) for x in device.kv(i, slot, count)]
+    """Keys and values of all layers, in order; of a window its last rows."""
+    return [x for i in range(len(device.manifest.model.layers)) for x in device.kv(i, slot, count)]
 
 
 def open_device(path: Path, mode: Mode = "fast") -> Device:
@@ -103,7 +103,8 @@ def against_transformers(model: Path, device: Device, sequence: Sequence[int], p
     got += [device.decode([sequence[t]], [t], [0])[0] for t in range(prompt, n)]
     found = [rel_rms([g], [w]) for g, w in zip(got, want.logits, strict=True)]
     state = [x for pair in zip(want.keys, want.values, strict=True) for x in pair]
-    return [*found, rel_rms(kv(device, n), state)]
+    held = kv(device, n)
+    return [*found, rel_rms(held, [w[-len(h) :] for h, w in zip(held, state, strict=True)])]
 
 
 def edit_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -62,7 +62,7 @@ def test_field_09_two_chips_equal_one(four_heads: Path, tmp_path: Path, quant: s
         report = compile_graphs(four_heads, tmp_path / f"{name}.calbin", target=name, quant=quant)
         assert min(report.layers_per_chip) >= 1
     one, two = (open_device(tmp_path / f"{n}.calbin") for n in ("calculet-1chip", "calculet-2chip"))
-    assert two.manifest.kv.layers[0].kv_heads == 4
+    assert two.manifest.states.states[0].heads == 4
     assert_same(run(two), run(one))
 
 
@@ -70,15 +70,12 @@ def test_field_57_every_input_and_kv_region_is_bound(compiled: Compiled) -> None
     calbin = open_calbin(compiled(target="calculet-2chip", batch=(1, 2)))
     m = calbin.manifest
     regions = {(r.chip, r.name): r for r in m.dram}
-    for layer in m.kv.layers:
-        for which, offset, width in (
-            ("key", layer.key_offset, layer.key_dim),
-            ("value", layer.value_offset, layer.value_dim),
-        ):
-            region = regions[layer.chip, f"kv.{layer.layer}.{which}"]
-            assert region.offset == offset
-            assert region.nbytes == m.kv.slots * m.kv.rows * layer.kv_heads * width * 2
-    assert {layer.chip for layer in m.kv.layers} == {0, 1}
+    for state in m.states.states:
+        (part,) = state.parts
+        region = regions[part.chip, state.name]
+        assert region.offset == part.offset
+        assert region.nbytes == m.states.slots * state.rows * state.heads * state.dim * 2
+    assert {p.chip for s in m.states.states for p in s.parts} == {0, 1}
     ends = [max(r.offset + r.nbytes for r in m.dram if r.chip == c) for c in (0, 1)]
     for sub in m.submodels:
         assert {p.chip: p.layers for p in sub.chip_map} == {0: (0,), 1: (1,)}
