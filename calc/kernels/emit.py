@@ -29,6 +29,8 @@ from calc.core.isa import (
     Space,
     Tile,
 )
+from calc.core.opspec import Access
+from calc.core.optable import spec_of
 from calc.core.packing import TileLayout, align
 
 
@@ -103,21 +105,20 @@ class Instr:
 
     def reads(self) -> list[Buffer]:
         """Buffers whose contents the instruction uses."""
-        names = [n for n in self.operands if n != "dst" and not (n == "d" and self.op in _D_IS_OUTPUT)]
-        out = [self.operands[n].buf for n in names]
-        if (self.op is Op.GEMM and self.flags & Flag.ACC) or self.op is Op.VSCATTER:
-            out.append(self.operands["dst"].buf)
-        return out
+        kinds = self._accesses()
+        plain = [self.operands[n].buf for n, kind in kinds.items() if kind is Access.READ]
+        return plain + [self.operands[n].buf for n, kind in kinds.items() if kind is Access.UPDATE]
 
     def writes(self) -> list[Buffer]:
         """Buffers the instruction changes."""
-        out = [self.operands["dst"].buf] if "dst" in self.operands else []
-        if self.op in _D_IS_OUTPUT:
-            out.append(self.operands["d"].buf)
-        return out
+        return [self.operands[n].buf for n, kind in self._accesses().items() if kind is not Access.READ]
 
-
-_D_IS_OUTPUT = frozenset({Op.VQUANT, Op.VTOPK, Op.VBUCKET})
+    def _accesses(self) -> dict[str, Access]:
+        spec = spec_of(self.op)
+        known = {n: spec.operand(n) for n in self.operands}
+        if lost := [n for n, o in known.items() if o is None]:
+            raise InternalError(f"{spec.name} has no operand {', '.join(lost)}")
+        return {n: o.access_with(self.flags) for n, o in known.items() if o is not None}
 
 
 @dataclass(eq=False)
