@@ -44,13 +44,13 @@ class Cost(StrEnum):
 class ImmKind(StrEnum):
     """What the value of an immediate may be."""
 
-    RESULT = "register that is written"
+    RESULT = "written register"
     REGISTER = "register"
     OPTIONAL_REGISTER = "register or -1"
     REGISTER_OR_CONSTANT = "register, or a constant with flag IMM"
     COUNT = "at least 1"
     SEMAPHORE = "semaphore"
-    SIGNALS = "signals, at least 1"
+    SIGNALS = "at least 1 signal"
     CHIP = "peer chip"
     CSR = "CSR"
     LIMIT = "at least 0"

@@ -139,11 +139,13 @@ def _mnemonic(spec: OpSpec, ins: Ins) -> str:
 
 
 def _notes(spec: OpSpec, ins: Ins) -> str:
-    values = {f"imm{i}": v for i, v in enumerate(ins.imm)} | {"f0": ins.fimm[0], "f1": ins.fimm[1]}
+    values: dict[str, object] = {f"imm{i}": v for i, v in enumerate(ins.imm)} | {"f0": ins.fimm[0], "f1": ins.fimm[1]}
     function = functions_of(spec).get(ins.sub)
     notes = [n for n in (*spec.notes, Note(function.note if function else "")) if not n.flag or n.flag & ins.flags]
     shown = [n.text for n in notes if n.text and (n.unless is None or values[n.unless[0]] != n.unless[1])]
-    return " ".join(text.format(**values, pairs=_pairs(ins)) for text in shown)
+    if any("{pairs}" in text for text in shown):
+        values["pairs"] = _pairs(ins)
+    return " ".join(text.format(**values) for text in shown)
 
 
 def _pairs(ins: Ins) -> str:

@@ -68,6 +68,11 @@ class LoadedProgram:
             mem = machine.memories[chip]
             self.chips[chip] = (code, [_bind(ins, mem, nodes[chip]) for ins in code.ins])
 
+    @property
+    def code(self) -> dict[int, Code]:
+        """The decoded program per chip."""
+        return {chip: code for chip, (code, _) in self.chips.items()}
+
     def run(self, csr: Sequence[int]) -> None:
         """Execute the sub-model once.
 
@@ -143,6 +148,11 @@ class TimedProgram:
             code, clock = decoded(program), Clock(chip, target, self.links, self.count)
             table = [None if spec_of(i.op).is_scalar else clock.dispatcher(i) for i in code.ins]
             self.chips[chip] = (code, clock, table)
+
+    @property
+    def code(self) -> dict[int, Code]:
+        """The decoded program per chip."""
+        return {chip: code for chip, (code, _, _) in self.chips.items()}
 
     @property
     def records(self) -> int:

@@ -54,7 +54,11 @@ class Clock:
         self.chip = chip
         r, c = target.rates, target.costs
         self.dram, self.link = r.dram.value, r.link.value
-        self.mac = {DType.I8: r.mac_int8.value, DType.BF16: r.mac_bf16.value, DType.F32: r.mac_f32.value}
+        self.mac: dict[int, float] = {
+            DType.I8: r.mac_int8.value,
+            DType.BF16: r.mac_bf16.value,
+            DType.F32: r.mac_f32.value,
+        }
         self.vec, self.special = r.vector.value, r.vector_special.value
         self.start = {
             k: int(getattr(c, k).value) for k in ("dma_start", "matrix_start", "vector_start", "link_start", "dispatch")

@@ -36,6 +36,7 @@ from calc.core.isa import (
 )
 from calc.core.opspec import ImmKind
 from calc.core.optable import SPECS, functions_of
+from calc.core.target import parse_target
 
 Mask = NDArray[np.bool_]
 
@@ -101,6 +102,7 @@ class _Program:
     section: Section
     path: Path
     records: NDArray[np.void]
+    alignment: int
 
     def refuse(
         self, bad: Mask | np.bool_, code: str, what: str, expected: object, got: NDArray[np.generic] | None = None
@@ -138,6 +140,8 @@ class _Program:
 
 def check_programs(ctx: Context, data: memoryview) -> None:
     """CALBIN_PROGRAM_SIZE and what the checks of one program find: each of them names its codes."""
+    target = ctx.manifest.target
+    alignment = int(parse_target(target.toml, target.name).memory.alignment.value)
     for i, sub in enumerate(ctx.manifest.submodels):
         for j, part in enumerate(sub.chip_map):
             section = ctx.sections[part.program]
@@ -148,7 +152,7 @@ def check_programs(ctx: Context, data: memoryview) -> None:
                 ctx.report.add("CALBIN_PROGRAM_SIZE", path, what, expected=expected, got=section.nbytes)
                 continue
             content = data[section.offset : section.offset + section.nbytes]
-            _check(_Program(ctx, section, path, np.frombuffer(content, dtype=RECORD)), sub, part)
+            _check(_Program(ctx, section, path, np.frombuffer(content, dtype=RECORD), alignment), sub, part)
 
 
 def _check(p: _Program, sub: SubModel, part: ChipPart) -> None:
@@ -163,6 +167,7 @@ def _check(p: _Program, sub: SubModel, part: ChipPart) -> None:
     _check_outside(p, sub, part)
     for name in OPERAND_NAMES:
         _check_operand(p, name)
+    _check_tiles(p)
     _check_loops(p)
 
 
@@ -287,10 +292,10 @@ def _expected(p: _Program, name: str) -> tuple[Mask, Mask, NDArray[np.int64]]:
             takes[op], always[op], codes[op] = True, o.always, o.codes
             flag[op], argument[op], space[op] = o.flag, o.argument, o.space
     r = p.records
-    op = r["op"]
-    needs = always[op] | ((r["flags"] & flag[op]) != 0) | (codes[op] & (r["a"]["dtype"] == DType.I8))
-    needs |= (argument[op] > 0) & (p.facts.arity[op, r["sub"]] >= argument[op])
-    return takes[op], needs, space[op]
+    ops = r["op"]
+    needs = always[ops] | ((r["flags"] & flag[ops]) != 0) | (codes[ops] & (r["a"]["dtype"] == DType.I8))
+    needs |= (argument[ops] > 0) & (p.facts.arity[ops, r["sub"]] >= argument[ops])
+    return takes[ops], needs, space[ops]
 
 
 def _check_operand(p: _Program, name: str) -> None:
@@ -331,6 +336,23 @@ def _check_operand(p: _Program, name: str) -> None:
         "0 up to the memory's size",
         operand["base"],
     )
+
+
+def _check_tiles(p: _Program) -> None:
+    """CALBIN_MISALIGNED: a packed tile is moved whole, from and to where the target's DMA can begin."""
+    tiles = (p.records["flags"] & Flag.TILE) != 0
+    for name in ("dst", "a"):
+        operand = p.records[name]
+        odd = (operand["base"] % p.alignment != 0) | (
+            (operand["stride"] % p.alignment != 0) & (operand["reg"] != NO_REG)
+        ).any(axis=1)
+        p.refuse(
+            tiles & odd,
+            "CALBIN_MISALIGNED",
+            f"operand {name}: a tile starts off the target's alignment",
+            f"multiples of {p.alignment}",
+            operand["base"],
+        )
 
 
 def _check_loops(p: _Program) -> None:
