@@ -22,7 +22,7 @@ import numpy as np
 
 from calc.core import isa
 from calc.core.isa import Space
-from calc.core.opspec import Func, Imm, ImmKind, OperandSpec
+from calc.core.opspec import Access, Func, Imm, ImmKind, OperandSpec
 from calc.core.optable import FUNCTIONS, SPECS
 from calc.core.packing import COLS_ALIGN, TILE_ALIGN, W4_GROUPS
 from calc.core.target import TARGET_DIR, load_target, target_names
@@ -83,10 +83,11 @@ def fields(dt: np.dtype, meaning: dict[str, str]) -> str:
     return table((">offset", ">size", "type", "field", "meaning"), rows) + f"\nTotal: {dt.itemsize} bytes.\n"
 
 
+SECOND_RESULT = [s.name for s in SPECS.values() if (d := s.operand("d")) and d.access is not Access.READ]
 RECORD_FIELDS = {
     "op": "opcode",
     "engine": "engine that runs it",
-    "sub": "function of SALU (Alu), VMAP (Fn), VREDUCE (Red)",
+    "sub": f"function of {', '.join(f'{s.name} ({s.functions.__name__})' for s in SPECS.values() if s.functions)}",
     "tile": "packed format of GEMM's operand b (Tile)",
     "flags": "bits (Flag)",
     "dim_regs": "bit j set: `dims[j]` is a register, not a constant",
@@ -97,7 +98,7 @@ RECORD_FIELDS = {
     "dst": "result",
     "a": "first operand",
     "b": "second operand",
-    "d": "third operand, or the second result (VQUANT, VTOPK, VBUCKET)",
+    "d": f"third operand, or the second result ({', '.join(SECOND_RESULT)})",
     "e": "fourth operand: row scales of GEMM",
 }
 

@@ -7,10 +7,12 @@ row, so that a fact is written once and cannot be forgotten by one reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
+from functools import cached_property
 
+from calc.core.errors import InternalError
 from calc.core.isa import MAX_RANK, OPERAND_NAMES, RANK_IMM, Engine, Flag, Space
 
 FIRST_QUEUED = 8
@@ -186,9 +188,41 @@ class OpSpec:
         """Number of dimensions of a record with these immediates."""
         return imm[RANK_IMM] if self.has_rank else self.ranks[0]
 
+    @cached_property
+    def _by_name(self) -> dict[str, OperandSpec]:
+        return {o.name: o for o in self.operands}
+
     def operand(self, name: str) -> OperandSpec | None:
         """The operand of this name, if the opcode has it."""
-        return next((o for o in self.operands if o.name == name), None)
+        return self._by_name.get(name)
+
+    def accesses(self, names: Iterable[str], flags: int) -> list[tuple[str, Access]]:
+        """What a record with these flags does with its operands, in the order of `names`.
+
+        Raises:
+            InternalError: the opcode has no such operand.
+        """
+        try:
+            return [(n, self._by_name[n].access_with(flags)) for n in names]
+        except KeyError as e:
+            raise InternalError(f"{self.name} has no operand {e.args[0]}") from e
+
+    def uses(self, names: Iterable[str], flags: int) -> list[str]:
+        """The operands whose contents a record uses; those that it changes too come last.
+
+        Raises:
+            InternalError: the opcode has no such operand.
+        """
+        found = self.accesses(names, flags)
+        return [n for n, a in found if a is Access.READ] + [n for n, a in found if a is Access.UPDATE]
+
+    def changes(self, names: Iterable[str], flags: int) -> list[str]:
+        """The operands that a record changes.
+
+        Raises:
+            InternalError: the opcode has no such operand.
+        """
+        return [n for n, a in self.accesses(names, flags) if a is not Access.READ]
 
     def imm(self, kind: ImmKind) -> Iterator[Imm]:
         """The immediates of a kind."""

@@ -415,6 +415,14 @@ def check_complete(specs: Iterable[OpSpec], functions: Mapping[type[IntEnum], Ma
         names = [m.name for m in kind if m not in table or not table[m].meaning]
         if names:
             raise InternalError(f"functions of {kind.__name__} without a row: {', '.join(names)}")
+    for s in rows.values():
+        free = [
+            f.meaning
+            for f in (functions[s.functions].values() if s.functions else ())
+            if f.cost in (Cost.NONE, Cost.BY_FUNCTION)
+        ]
+        if s.cost is Cost.BY_FUNCTION and free:
+            raise InternalError(f"{s.name}: functions without a cost class: {', '.join(free)}")
 
 
 def check_covered(what: str, wanted: Iterable[int | str], given: Iterable[int | str]) -> None:

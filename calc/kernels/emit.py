@@ -29,7 +29,6 @@ from calc.core.isa import (
     Space,
     Tile,
 )
-from calc.core.opspec import Access
 from calc.core.optable import spec_of
 from calc.core.packing import TileLayout, align
 
@@ -105,20 +104,11 @@ class Instr:
 
     def reads(self) -> list[Buffer]:
         """Buffers whose contents the instruction uses."""
-        kinds = self._accesses()
-        plain = [self.operands[n].buf for n, kind in kinds.items() if kind is Access.READ]
-        return plain + [self.operands[n].buf for n, kind in kinds.items() if kind is Access.UPDATE]
+        return [self.operands[n].buf for n in spec_of(self.op).uses(self.operands, self.flags)]
 
     def writes(self) -> list[Buffer]:
         """Buffers the instruction changes."""
-        return [self.operands[n].buf for n, kind in self._accesses().items() if kind is not Access.READ]
-
-    def _accesses(self) -> dict[str, Access]:
-        spec = spec_of(self.op)
-        known = {n: spec.operand(n) for n in self.operands}
-        if lost := [n for n, o in known.items() if o is None]:
-            raise InternalError(f"{spec.name} has no operand {', '.join(lost)}")
-        return {n: o.access_with(self.flags) for n, o in known.items() if o is not None}
+        return [self.operands[n].buf for n in spec_of(self.op).changes(self.operands, self.flags)]
 
 
 @dataclass(eq=False)

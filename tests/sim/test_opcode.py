@@ -249,7 +249,7 @@ def test_a_reader_that_knows_another_set_is_refused() -> None:
         check_covered("handlers", wanted, {**HANDLERS, VLERP: handler})
 
 
-def test_a_made_up_function_needs_a_meaning() -> None:
+def test_a_made_up_function_needs_a_meaning_and_a_cost() -> None:
     class Blend(IntEnum):
         HALF = 0
 
@@ -259,6 +259,10 @@ def test_a_made_up_function_needs_a_meaning() -> None:
     for table in ({}, {Blend.HALF: Func(1, Cost.VECTOR, "")}):
         with pytest.raises(InternalError, match="functions of Blend without a row: HALF"):
             check_complete(rows, FUNCTIONS | {Blend: table})
+
+    for cost in (Cost.NONE, Cost.BY_FUNCTION):
+        with pytest.raises(InternalError, match="VLERP: functions without a cost class: half"):
+            check_complete(rows, FUNCTIONS | {Blend: {Blend.HALF: Func(1, cost, "half")}})
 
 
 def test_strict_mode_is_what_the_machine_was_asked_for() -> None:
