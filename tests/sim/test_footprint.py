@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from calc.sim.strict import GRANULE, Cells, _select, footprint
@@ -20,6 +20,8 @@ BASE = SIZE // 2
     st.lists(st.tuples(st.integers(1, 4), STEPS), max_size=4),
     st.sampled_from([1, 2, 4]),
 )
+@example(0, [(2, 32), (4, 4)], 4)  # the gap is one whole granule
+@example(0, [(2, 31), (4, 4)], 4)
 def test_bytes_and_granules_are_those_of_the_elements(shift: int, dims: list[tuple[int, int]], itemsize: int) -> None:
     shape, steps = tuple(n for n, _ in dims), tuple(s for _, s in dims)
     base = BASE + shift

@@ -12,7 +12,7 @@ import pytest
 
 from calc.calbin.reader import open_calbin
 from calc.core.errors import FormatError, InternalError
-from calc.core.isa import DType, Engine, Flag, Fn, Op, Space
+from calc.core.isa import DType, Engine, Flag, Fn, Op, Space, Tile
 from calc.core.opspec import Access, Cost, Func, Imm, ImmKind, Note, OperandSpec, OpSpec
 from calc.core.optable import FUNCTIONS, SPECS, check_complete, check_covered, register, spec_of
 from calc.core.target import load_target
@@ -20,8 +20,9 @@ from calc.kernels.emit import Buffer, Instr, View
 from calc.passes.encode import encode
 from calc.passes.sync import Sync
 from calc.sim.disasm import disassemble
-from calc.sim.engines import HANDLERS
+from calc.sim.engines import HANDLERS, compile_instruction
 from calc.sim.machine import Machine, csr_file, time_programs
+from calc.sim.program import Ins, Operand
 from calc.sim.strict import StrictMemory
 from tests.calbin.calbin_tiny import IO_BASE, assemble, tiny
 
@@ -177,6 +178,58 @@ def test_what_the_row_says_of_its_operands_reaches_sync() -> None:
     lerp.operands["e"] = B
     with pytest.raises(InternalError, match="VLERP has no operand e"):
         lerp.reads()
+
+
+class Recorder:
+    """A memory that notes what a handler asks of each operand."""
+
+    def __init__(self) -> None:
+        self.seen: dict[object, set[Access]] = {}
+
+    def _note(self, op: object, access: Access) -> None:
+        self.seen.setdefault(op.space, set()).add(access)
+
+    def read(self, op: object) -> None:
+        self._note(op, Access.READ)
+
+    def write(self, op: object) -> None:
+        self._note(op, Access.WRITE)
+
+    def update(self, op: object) -> None:
+        self._note(op, Access.UPDATE)
+
+    def tile(self, op: object, spec: object) -> None:
+        self._note(op, Access.READ)
+
+    def load_tile(self, dst: object, src: object, nbytes: int) -> None:
+        self._note(dst, Access.WRITE)
+        self._note(src, Access.READ)
+
+    def moved(self, op: object, offset: int) -> object:
+        return op
+
+
+FORMS = [(op, fn, 0) for op, s in SPECS.items() if s.is_data for fn in (s.functions or (0,))]
+FORMS += [(Op.GEMM, 0, Flag.ACC), (Op.GEMM, 0, Flag.PACKED), (Op.GEMM, 0, Flag.PACKED | Flag.ADDEND)]
+FORMS += [(Op.LOAD, 0, Flag.TILE)]
+
+
+@pytest.mark.parametrize(("op", "sub", "flags"), FORMS)
+def test_a_handler_does_with_its_operands_what_the_row_says(op: int, sub: int, flags: int) -> None:
+    """Sync orders what the row says, so a handler that does more would race."""
+    spec = SPECS[op]
+    arity = FUNCTIONS[spec.functions][sub].arity if spec.functions else 0
+    packed = bool(flags & Flag.PACKED)
+    names = [o.name for o in spec.operands if o.always or o.flag & flags or 0 < o.argument <= arity]
+    names += ["e"] if packed else []
+    # each operand is known by its memory, a number of its own
+    operands = {n: Operand(i, DType.F32, 0, (), (4, 4, 4, 4)) for i, n in enumerate(names)}
+    dims = tuple((8, -1) for _ in range(max(spec.ranks[0], 2 if spec.has_rank else 5)))
+    ins = Ins(0, op, spec.engines[0], sub, Tile.W8 if packed else 0, flags, 0, dims, (1,) * 6, (1.0, 0.0), operands)
+    memory = Recorder()
+    compile_instruction(ins, memory)
+    seen = {names[i]: access for i, access in memory.seen.items()}
+    assert seen == {n: {spec.operand(n).access_with(flags)} for n in names}
 
 
 def test_an_opcode_without_a_row_is_our_bug() -> None:
