@@ -21,6 +21,9 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 
 from calc.core import isa
+from calc.core.isa import Space
+from calc.core.opspec import Access, Func, Imm, ImmKind, OperandSpec
+from calc.core.optable import FUNCTIONS, SPECS
 from calc.core.packing import COLS_ALIGN, TILE_ALIGN, W4_GROUPS
 from calc.core.target import TARGET_DIR, load_target, target_names
 from calc.kernels import registry
@@ -80,21 +83,22 @@ def fields(dt: np.dtype, meaning: dict[str, str]) -> str:
     return table((">offset", ">size", "type", "field", "meaning"), rows) + f"\nTotal: {dt.itemsize} bytes.\n"
 
 
+SECOND_RESULT = [s.name for s in SPECS.values() if (d := s.operand("d")) and d.access is not Access.READ]
 RECORD_FIELDS = {
     "op": "opcode",
     "engine": "engine that runs it",
-    "sub": "function of SALU (Alu), VMAP (Fn), VREDUCE (Red)",
+    "sub": f"function of {', '.join(f'{s.name} ({s.functions.__name__})' for s in SPECS.values() if s.functions)}",
     "tile": "packed format of GEMM's operand b (Tile)",
     "flags": "bits (Flag)",
     "dim_regs": "bit j set: `dims[j]` is a register, not a constant",
     "node": "index into the chip part's `nodes`: the graph node it comes from",
     "dims": "dimensions, outermost first; unused ones are 1",
-    "imm": "integer immediates imm0 to imm5; from LOAD on, except for GEMM, imm4 is the number of dimensions",
+    "imm": "integer immediates imm0 to imm5; of data opcodes other than GEMM, imm4 is the number of dimensions",
     "fimm": "float immediates f0 and f1, used as f32",
     "dst": "result",
     "a": "first operand",
     "b": "second operand",
-    "d": "third operand, or the second result (VQUANT, VTOPK, VBUCKET)",
+    "d": f"third operand, or the second result ({', '.join(SECOND_RESULT)})",
     "e": "fourth operand: row scales of GEMM",
 }
 
@@ -131,13 +135,59 @@ def isa_limits() -> str:
     return table(("limit", "value"), rows)
 
 
+def opcode_operand(o: OperandSpec) -> str:
+    """``d[h i g n] (read, ADDEND)``."""
+    access = o.access.value + (f", update with {flag_names(o.update_flag)}" if o.update_flag else "")
+    present = [f"with {flag_names(o.flag)}"] if o.flag else []
+    present += [f"if f takes {o.argument}"] if o.argument else []
+    present += ["if a holds int8 codes"] if o.codes else []
+    place = [o.space.name] if o.space is not Space.SRAM else []
+    return f"`{o.name}[{', '.join(o.dims.split())}]` {', '.join([access, *place, *present])}"
+
+
+def flag_names(flags: int) -> str:
+    return " ".join(f.name for f in isa.Flag if f & flags)
+
+
+def opcode_imm(i: Imm) -> str:
+    """``imm0 = limit: at least 0, rows of the table``."""
+    kind = "" if i.kind is ImmKind.PLAIN or i.name in i.kind.value.split() else i.kind.value
+    says = ", ".join(part for part in (kind, i.meaning) if part)
+    return f"imm{i.index} = {i.name}{': ' if says else ''}{says}"
+
+
 def isa_opcodes() -> str:
     rows = []
-    for op in isa.Op:
-        engines = isa.ENGINE_OF[op]
-        where = "any" if len(engines) == len(isa.Engine) else ", ".join(e.name for e in engines)
-        rows.append((int(op), f"`{op.name}`", where, " ".join(isa.OPERANDS.get(op, ()))))
-    return table((">code", "opcode", "engine", "operands"), rows)
+    for spec in SPECS.values():
+        where = "any" if len(spec.engines) == len(isa.Engine) else ", ".join(e.name for e in spec.engines)
+        dims = f"`{', '.join(spec.dims.split())}`" if spec.dims else ""
+        rows.append((spec.code, f"`{spec.name}`", where, dims, flag_names(spec.flags), spec.cost.value, spec.meaning))
+    return table((">code", "opcode", "engine", "dims", "flags", "cost", "meaning"), rows)
+
+
+def isa_operands() -> str:
+    rows = []
+    for spec in SPECS.values():
+        imms = [opcode_imm(i) for i in spec.imms if i.kind is not ImmKind.RANK]
+        imms += [f"f{i} = {name}" if name != f"f{i}" else name for i, name in enumerate(spec.floats)]
+        imms += [f"`sub` = {spec.functions.__name__}"] if spec.functions else []
+        operands = "<br>".join(opcode_operand(o) for o in spec.operands)
+        if operands or imms:
+            rows.append((f"`{spec.name}`", operands, "<br>".join(imms)))
+    return table(("opcode", "operands", "immediates"), rows)
+
+
+def isa_functions() -> str:
+    rows = [
+        (kind.__name__, int(fn), f"`{kind(fn).name}`", f.arity, f.cost.value, f.meaning + divisor(f))
+        for kind, table_of in FUNCTIONS.items()
+        for fn, f in table_of.items()
+    ]
+    return table(("sub", ">code", "function", ">operands", "cost", "value"), rows)
+
+
+def divisor(f: Func) -> str:
+    return "; b is not 0" if f.divides else ""
 
 
 def isa_enums() -> str:
@@ -251,6 +301,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "isa-operand": isa_operand,
     "isa-limits": isa_limits,
     "isa-opcodes": isa_opcodes,
+    "isa-operands": isa_operands,
+    "isa-functions": isa_functions,
     "isa-enums": isa_enums,
     "targets": targets,
     "ops": ops,

@@ -23,13 +23,15 @@ import numpy as np
 ISA_NAME = "calculet-sim"
 ISA_VERSION = (1, 0)
 MAX_DIMS = 5
+MAX_RANK = 4
+"""Dimensions of an operand; a GEMM's record has one more than each of its operands."""
 MAX_TERMS = 3
 REGISTERS = 64
 SEMAPHORES = 64
 MAX_LOOP_DEPTH = 8
 NO_REG = 255
 RANK_IMM = 4
-"""The `imm` slot that holds the number of dimensions of moves, links and vector records."""
+"""The `imm` slot that holds the number of dimensions where the opcode leaves it open."""
 
 
 class Engine(IntEnum):
@@ -44,31 +46,31 @@ class Engine(IntEnum):
 
 
 class Op(IntEnum):
-    """Opcodes. Operands are named in `OPERANDS`; `docs/isa.md` gives each one's meaning."""
+    """Opcodes; all that is known of each stands in its row of `calc.core.optable`."""
 
     HALT = 0
-    LOOP = 1  # rd = imm0; count = dims[0]; body up to the matching END
+    LOOP = 1
     END = 2
-    SALU = 3  # rd = imm0, sub = Alu, ra = imm1, rb = imm2 (flag IMM: imm2 is the second operand itself)
-    CSRR = 4  # rd = imm0; csr index = imm1 + R[imm2]
-    SLOAD = 5  # rd = imm0; reads one i32 from SRAM operand a
-    WAIT = 8  # imm0 = semaphore, imm1 = count
-    SIGNAL = 9  # imm0 = semaphore, imm1 = count
-    LOAD = 16  # dst SRAM <- a DRAM, dims[0:4]
-    STORE = 17  # dst DRAM <- a SRAM
-    LOADG = 18  # dst[i, :] <- a[b[i], :]   rows of DRAM by i32 index in SRAM
-    SEND = 24  # a -> link to chip imm0
-    RECV = 25  # dst <- link from chip imm0
-    GEMM = 32  # dst[h,i,g,n] (+)= alpha * sum_k a[h,i,g,k] * b[h,n,k] (+ bias[n]) (+ d[h,i,g,n])
-    VMAP = 48  # dst = f(a, b, d); sub = Fn
-    VREDUCE = 49  # dst = reduce(a) over the last dimension; sub = Red
-    VCMUL = 50  # complex product of pairs: rotary embedding
-    VBAND = 51  # dst = a where 0 <= (index of dim `imm0`) + R[imm1] - (last index) < imm2, else fimm0
-    VQUANT = 52  # dst i8 codes, d f32 scale per row, of a
-    VTOPK = 53  # dst f32 values, d i32 indices of the k largest of a's last dimension, k = imm0
-    VBUCKET = 54  # dst i32 order (stable by key), d i32 offsets[imm0 + 1], of i32 keys a
-    VGATHER = 55  # dst[i, :] = a[b[i] // imm0, :]
-    VSCATTER = 56  # dst[b[i] // imm0, :] += a[i, :] * d[b[i]]
+    SALU = 3
+    CSRR = 4
+    SLOAD = 5
+    WAIT = 8
+    SIGNAL = 9
+    LOAD = 16
+    STORE = 17
+    LOADG = 18
+    SEND = 24
+    RECV = 25
+    GEMM = 32
+    VMAP = 48
+    VREDUCE = 49
+    VCMUL = 50
+    VBAND = 51
+    VQUANT = 52
+    VTOPK = 53
+    VBUCKET = 54
+    VGATHER = 55
+    VSCATTER = 56
 
 
 class Alu(IntEnum):
@@ -77,15 +79,15 @@ class Alu(IntEnum):
     ADD = 0
     SUB = 1
     MUL = 2
-    DIV = 3  # floor
-    CDIV = 4  # ceiling
+    DIV = 3
+    CDIV = 4
     MIN = 5
     MAX = 6
     MOD = 7
 
 
 class Fn(IntEnum):
-    """Element functions of VMAP, in f32. Unary ones use a; f0 and f1 are the record's float immediates."""
+    """Element functions of VMAP, in f32; `calc.core.optable.FUNCTIONS` says what each computes."""
 
     COPY = 0
     ADD = 1
@@ -93,18 +95,18 @@ class Fn(IntEnum):
     MUL = 3
     DIV = 4
     MAX = 5
-    AFFINE = 6  # a * f0 + f1
+    AFFINE = 6
     EXP = 7
-    EXPSUB = 8  # exp(a - b)
-    RSQRT = 9  # 1 / sqrt(a * f0 + f1)
+    EXPSUB = 8
+    RSQRT = 9
     TANH = 10
     SIGMOID = 11
     SILU = 12
     GELU = 13
     GELU_TANH = 14
-    MUL3 = 15  # a * b * d
-    MADD = 16  # a * b + d
-    FILL = 17  # f1; reads nothing
+    MUL3 = 15
+    MADD = 16
+    FILL = 17
 
 
 class Red(IntEnum):
@@ -151,7 +153,6 @@ class Flag(IntEnum):
     BIAS = 4  # GEMM: the tile carries a bias
     ADDEND = 8  # GEMM: operand d is added
     IMM = 16  # SALU: the second operand is imm2
-    INTERLEAVED = 32  # VCMUL: pairs are neighbours
     TILE = 64  # LOAD: the source is a packed weight tile
 
 
@@ -161,7 +162,7 @@ OPERAND = np.dtype(
     [
         ("base", "<i8"),
         ("stride", "<i8", (MAX_TERMS,)),
-        ("step", "<i4", (4,)),
+        ("step", "<i4", (MAX_RANK,)),
         ("reg", "u1", (MAX_TERMS,)),
         ("space", "u1"),
         ("dtype", "u1"),
@@ -192,45 +193,6 @@ RECORD = np.dtype(
 """One instruction record, 376 bytes: little endian, no hidden padding."""
 
 OPERAND_NAMES = ("dst", "a", "b", "d", "e")
-
-OPERANDS: dict[int, tuple[str, ...]] = {
-    Op.SLOAD: ("a",),
-    Op.LOAD: ("dst", "a"),
-    Op.STORE: ("dst", "a"),
-    Op.LOADG: ("dst", "a", "b"),
-    Op.SEND: ("a",),
-    Op.RECV: ("dst",),
-    Op.GEMM: ("dst", "a", "b", "d", "e"),
-    Op.VMAP: ("dst", "a", "b", "d"),
-    Op.VREDUCE: ("dst", "a"),
-    Op.VCMUL: ("dst", "a", "b", "d"),
-    Op.VBAND: ("dst", "a"),
-    Op.VQUANT: ("dst", "a", "d"),
-    Op.VTOPK: ("dst", "a", "d"),
-    Op.VBUCKET: ("dst", "a", "d"),
-    Op.VGATHER: ("dst", "a", "b"),
-    Op.VSCATTER: ("dst", "a", "b", "d"),
-}
-"""Which operands each opcode uses (d, e and b may be absent where a flag or function does not need them)."""
-
-ENGINE_OF: dict[int, tuple[Engine, ...]] = {
-    Op.HALT: (Engine.CTL,),
-    Op.LOOP: (Engine.CTL,),
-    Op.END: (Engine.CTL,),
-    Op.SALU: (Engine.CTL,),
-    Op.CSRR: (Engine.CTL,),
-    Op.SLOAD: (Engine.CTL,),
-    Op.WAIT: tuple(Engine),
-    Op.SIGNAL: tuple(Engine),
-    Op.LOAD: (Engine.WDMA, Engine.ADMA),
-    Op.STORE: (Engine.ADMA,),
-    Op.LOADG: (Engine.ADMA,),
-    Op.SEND: (Engine.LINK,),
-    Op.RECV: (Engine.LINK,),
-    Op.GEMM: (Engine.MAT,),
-    **{op: (Engine.VEC,) for op in Op if op >= Op.VMAP},
-}
-"""Engines that may run each opcode."""
 
 CSRS = ("past_kv_cur_seq_len", "cur_seq_len", "kv_slot")
 """CSR arrays, one element per sequence of the batch; CSR index = array index * CSR_STRIDE + sequence."""

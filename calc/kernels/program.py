@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from calc.core.isa import ITEMSIZE, DType, Engine, Flag, Op, Space, Tile
+from calc.core.isa import ITEMSIZE, DType, Engine, Op, Space, Tile
+from calc.core.optable import spec_of
 from calc.core.packing import TileLayout
 
 
@@ -83,21 +84,11 @@ class Instr:
 
     def reads(self) -> list[Buffer]:
         """Buffers whose contents the instruction uses."""
-        names = [n for n in self.operands if n != "dst" and not (n == "d" and self.op in _D_IS_OUTPUT)]
-        out = [self.operands[n].buf for n in names]
-        if (self.op is Op.GEMM and self.flags & Flag.ACC) or self.op is Op.VSCATTER:
-            out.append(self.operands["dst"].buf)
-        return out
+        return [self.operands[n].buf for n in spec_of(self.op).uses(self.operands, self.flags)]
 
     def writes(self) -> list[Buffer]:
         """Buffers the instruction changes."""
-        out = [self.operands["dst"].buf] if "dst" in self.operands else []
-        if self.op in _D_IS_OUTPUT:
-            out.append(self.operands["d"].buf)
-        return out
-
-
-_D_IS_OUTPUT = frozenset({Op.VQUANT, Op.VTOPK, Op.VBUCKET})
+        return [self.operands[n].buf for n in spec_of(self.op).changes(self.operands, self.flags)]
 
 
 @dataclass(eq=False)

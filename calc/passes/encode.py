@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import InternalError
-from calc.core.isa import MAX_DIMS, MAX_LOOP_DEPTH, MAX_TERMS, NO_REG, RANK_IMM, RECORD, Engine, Op
+from calc.core.isa import MAX_DIMS, MAX_LOOP_DEPTH, MAX_TERMS, NO_REG, OPERAND_NAMES, RANK_IMM, RECORD, Engine, Op
+from calc.core.optable import spec_of
 from calc.kernels.program import Dim, Instr, LoopNode, Reg, View
 
 
@@ -16,12 +17,12 @@ def encode(body: Sequence[Instr | LoopNode]) -> NDArray[np.void]:
     """The program's records, HALT last.
 
     Raises:
-        InternalError: loops nested too deep, or an operand whose buffer has no address.
+        InternalError: loops nested too deep, an opcode without a row, or an operand whose buffer has no address.
     """
     flat = list(_flatten(body, 0))
     flat.append(Instr(Op.HALT, Engine.CTL, flat[-1].node if flat else 0))
     out = np.zeros(len(flat), RECORD)
-    for name in ("dst", "a", "b", "d", "e"):
+    for name in OPERAND_NAMES:
         out[name]["reg"] = NO_REG
     for i, ins in enumerate(flat):
         _fill(out[i : i + 1].squeeze(), ins)
@@ -56,7 +57,7 @@ def _fill(rec: NDArray[np.void], ins: Instr) -> None:
         bits |= (1 << i) if isinstance(d, Reg) else 0
     rec["dims"], rec["dim_regs"] = dims, bits
     imm = list(ins.imm) + [0] * (6 - len(ins.imm))
-    if ins.op >= Op.LOAD and ins.op is not Op.GEMM:
+    if spec_of(ins.op).has_rank:
         imm[RANK_IMM] = len(ins.dims)
     rec["imm"] = imm
     rec["fimm"] = list(ins.fimm) + [0.0] * (2 - len(ins.fimm))

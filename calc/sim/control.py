@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from calc.core.errors import Problem, RuntimeFault
 from calc.core.isa import REGISTERS, Op
+from calc.core.opspec import FIRST_QUEUED
 from calc.sim.program import Code, Ins
 
 ITERATION_CAP = 1 << 24
@@ -41,10 +42,11 @@ def run(
     iterations = done = 0
     pc = 0
     loop, end, salu, csrr, op_sload, recv, halt = Op.LOOP, Op.END, Op.SALU, Op.CSRR, Op.SLOAD, Op.RECV, Op.HALT
+    queued = FIRST_QUEUED
     code, partner, ops, scalars = program.ins, program.partner, program.ops, program.scalars
     while True:
         op = ops[pc]
-        if op >= 8:
+        if op >= queued:
             f = dispatch[pc]
             done += 1
             if op == recv:

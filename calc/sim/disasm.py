@@ -16,12 +16,11 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.isa import CSR_STRIDE, CSRS, OPERANDS, Alu, DType, Engine, Flag, Fn, Op, Red, Space, Tile
-from calc.sim.memory import Operand
-from calc.sim.program import Ins, decode
+from calc.core.isa import CSR_STRIDE, CSRS, DType, Engine, Flag, Op, Space, Tile
+from calc.core.opspec import Access, Note, OpSpec
+from calc.core.optable import SPECS, check_covered, functions_of, spec_of
+from calc.sim.program import Ins, Operand, decode
 
-SYMBOLS = {Alu.ADD: "+", Alu.SUB: "-", Alu.MUL: "*", Alu.DIV: "//", Alu.MOD: "%"}
-D_IS_OUTPUT = (Op.VQUANT, Op.VTOPK, Op.VBUCKET)
 Dims = tuple[str, ...]
 
 
@@ -90,8 +89,8 @@ def _end(ins: Ins) -> tuple[str, str]:
 def _salu(ins: Ins) -> tuple[str, str]:
     rd, a = f"r{ins.imm[0]}", f"r{ins.imm[1]}"
     b = str(ins.imm[2]) if ins.flags & Flag.IMM else f"r{ins.imm[2]}"
-    fn = _name(Alu, ins.sub)
-    symbol = SYMBOLS.get(ins.sub)  # type: ignore[call-overload]
+    spec = spec_of(ins.op)
+    fn, symbol = _function(spec, ins.sub), functions_of(spec)[ins.sub].symbol
     return fn, f"{rd} = {a} {symbol} {b}" if symbol else f"{rd} = {fn}({a}, {b})"
 
 
@@ -109,103 +108,51 @@ def _sload(ins: Ins) -> tuple[str, str]:
 
 
 def _semaphore(ins: Ins) -> tuple[str, str]:
-    return _name(Op, ins.op), f"s{ins.imm[0]} × {ins.imm[1]}"
+    return spec_of(ins.op).name.lower(), f"s{ins.imm[0]} × {ins.imm[1]}"
 
 
 # -- data records -----------------------------------------------------------------------------------------------------
 
 
 def _data(ins: Ins) -> tuple[str, str]:
-    present = [n for n in OPERANDS.get(ins.op, ()) if n in ins.operands]
-    outputs = [n for n in present if n == "dst" or (n == "d" and ins.op in D_IS_OUTPUT)]
-    shown = {n: operand(ins.operands[n], _dims_of(ins, n)) for n in present}
-    left = ", ".join(shown[n] for n in outputs)
-    right = ", ".join(shown[n] for n in present if n not in outputs)
-    arrow = " += " if _adds(ins) else " <- "
-    text = f"{left}{arrow if left and right else ''}{right}"
-    notes = _NOTES[ins.op](ins) if ins.op in _NOTES else ""
-    return _mnemonic(ins), f"{text}  {notes}".rstrip()
-
-
-def _adds(ins: Ins) -> bool:
-    return ins.op == Op.VSCATTER or (ins.op == Op.GEMM and bool(ins.flags & Flag.ACC))
-
-
-def _mnemonic(ins: Ins) -> str:
-    name = _name(Op, ins.op)
-    if ins.op == Op.VMAP:
-        return f"{name}.{_name(Fn, ins.sub)}"
-    if ins.op == Op.VREDUCE:
-        return f"{name}.{_name(Red, ins.sub)}"
-    if ins.op == Op.GEMM and ins.flags & Flag.PACKED:
-        return f"{name}.{_name(Tile, ins.tile)}"
-    if ins.op == Op.LOAD and ins.flags & Flag.TILE:
-        return f"{name}.tile"
-    return name
-
-
-def _dims_of(ins: Ins, which: str) -> Dims:
-    """An operand's dimensions; most have the record's own."""
+    spec = SPECS.get(ins.op)
+    if spec is None:
+        return f"op{ins.op}", ""
+    present = [o for o in spec.operands if o.name in ins.operands]
     dims = tuple(_dim(d) for d in ins.dims)
-    special = _OPERAND_DIMS.get((ins.op, which))
-    return special(ins, dims) if special else dims
+    shown = {o.name: operand(ins.operands[o.name], spec.operand_dims(o.name, dims, ins.imm)) for o in present}
+    access = {o.name: o.access_with(ins.flags) for o in present}
+    left = ", ".join(shown[n] for n, kind in access.items() if kind is not Access.READ)
+    right = ", ".join(shown[n] for n, kind in access.items() if kind is Access.READ)
+    arrow = " += " if Access.UPDATE in access.values() else " <- "
+    text = f"{left}{arrow if left and right else ''}{right}"
+    return _mnemonic(spec, ins), f"{text}  {_notes(spec, ins)}".rstrip()
 
 
-def _gemm_b(ins: Ins, d: Dims) -> Dims:
-    return (d[0], d[3], d[4])
+def _function(spec: OpSpec, sub: int) -> str:
+    return _name(spec.functions, sub) if spec.functions is not None else ""
 
 
-_OPERAND_DIMS: dict[tuple[int, str], Callable[[Ins, Dims], Dims]] = {
-    (Op.GEMM, "dst"): lambda i, d: d[:4],
-    (Op.GEMM, "a"): lambda i, d: (*d[:3], d[4]),
-    (Op.GEMM, "b"): _gemm_b,
-    (Op.GEMM, "d"): lambda i, d: d[:4],
-    (Op.GEMM, "e"): lambda i, d: d[:2],
-    (Op.LOADG, "a"): lambda i, d: (str(i.imm[0]), *d[1:]),
-    (Op.LOADG, "b"): lambda i, d: d[:1],
-    (Op.VREDUCE, "dst"): lambda i, d: d[:-1],
-    (Op.VQUANT, "d"): lambda i, d: d[:-1],
-    (Op.VTOPK, "dst"): lambda i, d: (*d[:-1], str(i.imm[0])),
-    (Op.VTOPK, "d"): lambda i, d: (*d[:-1], str(i.imm[0])),
-    (Op.VBUCKET, "d"): lambda i, d: (str(i.imm[0] + 1),),
-    (Op.VGATHER, "a"): lambda i, d: (str(i.imm[1]), *d[1:]),
-    (Op.VGATHER, "b"): lambda i, d: d[:1],
-    (Op.VSCATTER, "dst"): lambda i, d: (str(i.imm[1]), *d[1:]),
-    (Op.VSCATTER, "b"): lambda i, d: d[:1],
-    (Op.VSCATTER, "d"): lambda i, d: ("*",),
-}
+def _mnemonic(spec: OpSpec, ins: Ins) -> str:
+    forms = [text.format(tile=_name(Tile, ins.tile)) for flag, text in spec.forms if ins.flags & flag]
+    return ".".join(part for part in (spec.name.lower(), _function(spec, ins.sub), *forms) if part)
 
 
-def _gemm_notes(ins: Ins) -> str:
-    notes = [f"alpha={ins.fimm[0]:g}"] if ins.fimm[0] != 1 else []
-    if ins.flags & Flag.PACKED:
-        notes += [f"tile={ins.imm[3]}B"]
-        notes += [f"group={ins.imm[2]}"] if ins.tile == Tile.W4 else []
-    notes += [name.lower() for name in ("BIAS", "ADDEND") if ins.flags & Flag[name]]
-    return " ".join(notes)
+def _notes(spec: OpSpec, ins: Ins) -> str:
+    values: dict[str, object] = {f"imm{i}": v for i, v in enumerate(ins.imm)} | {"f0": ins.fimm[0], "f1": ins.fimm[1]}
+    function = functions_of(spec).get(ins.sub)
+    notes = [n for n in (*spec.notes, Note(function.note if function else "")) if not n.flag or n.flag & ins.flags]
+    shown = [n.text for n in notes if n.text and (n.unless is None or values[n.unless[0]] != n.unless[1])]
+    if any("{pairs}" in text for text in shown):
+        values["pairs"] = _pairs(ins)
+    return " ".join(text.format(**values) for text in shown)
 
 
-def _vmap_notes(ins: Ins) -> str:
-    if ins.sub in (Fn.AFFINE, Fn.RSQRT):
-        return f"f0={ins.fimm[0]:g} f1={ins.fimm[1]:g}"
-    return f"f1={ins.fimm[1]:g}" if ins.sub == Fn.FILL else ""
+def _pairs(ins: Ins) -> str:
+    """How the pairs of a complex product lie: two elements that are one step of pairs apart share it."""
+    a = ins.operands.get("a")
+    return "interleaved" if a is not None and ins.dims and a.steps[len(ins.dims) - 1] == 2 * ins.imm[0] else "halves"
 
-
-def _vcmul_notes(ins: Ins) -> str:
-    pairs = "interleaved" if ins.flags & Flag.INTERLEAVED else "halves"
-    return f"imaginary at a+{ins.imm[0]}, dst+{ins.imm[1]} ({pairs})"
-
-
-_NOTES: dict[int, Callable[[Ins], str]] = {
-    Op.GEMM: _gemm_notes,
-    Op.VMAP: _vmap_notes,
-    Op.VCMUL: _vcmul_notes,
-    Op.VBAND: lambda i: f"axis={i.imm[0]} offset=r{i.imm[1]} width={i.imm[2]} else {i.fimm[0]:g}",
-    Op.VGATHER: lambda i: f"rows=b//{i.imm[0]}",
-    Op.VSCATTER: lambda i: f"rows=b//{i.imm[0]}",
-    Op.SEND: lambda i: f"to chip {i.imm[0]}",
-    Op.RECV: lambda i: f"from chip {i.imm[0]}",
-}
 
 _TEXT: dict[int, Callable[[Ins], tuple[str, str]]] = {
     Op.HALT: _halt,
@@ -217,3 +164,4 @@ _TEXT: dict[int, Callable[[Ins], tuple[str, str]]] = {
     Op.WAIT: _semaphore,
     Op.SIGNAL: _semaphore,
 }
+check_covered("text of control records", (s.code for s in SPECS.values() if not s.is_data), _TEXT)

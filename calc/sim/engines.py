@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from calc.core.errors import InternalError, Problem, RuntimeFault
 from calc.core.isa import Flag, Fn, Op, Red, Tile
 from calc.core.numerics import quant_rows_int8
-from calc.sim.memory import INT8_EXACT_K, FastMemory, Regs, TileSpec
-from calc.sim.program import Ins
+from calc.core.optable import FUNCTIONS, SPECS, check_covered
+from calc.sim.memory import INT8_EXACT_K, FastMemory, Run, TileSpec
+from calc.sim.program import Ins, Regs
 
-Run = Callable[[Regs], None]
 Shape = Callable[[Regs], tuple[int, ...]]
 F = NDArray[np.float32]
 
@@ -110,6 +110,10 @@ REDUCE: dict[int, Callable[[F], F]] = {
     Red.SUM: lambda a: a.sum(axis=-1),
     Red.SUMSQ: lambda a: np.einsum("...k,...k->...", a, a),
 }
+for _arity, _table in ((0, (Fn.FILL,)), (1, UNARY), (2, BINARY), (3, TERNARY)):
+    _rows = [fn for fn, row in FUNCTIONS[Fn].items() if row.arity == _arity]
+    check_covered(f"element functions of {_arity} operands", _rows, _table)
+check_covered("reductions", FUNCTIONS[Red], REDUCE)
 
 
 def _shape(ins: Ins) -> Shape:
@@ -151,43 +155,57 @@ def _gather_rows(ins: Ins, mem: FastMemory) -> Run:
 
 
 def _vmap(ins: Ins, mem: FastMemory) -> Run:
-    shape, fn = _shape(ins), ins.sub
-    dst = mem.write(ins.operands["dst"])
+    return _VMAP[FUNCTIONS[Fn][ins.sub].arity](ins, mem)
+
+
+def _fill(ins: Ins, mem: FastMemory) -> Run:
+    shape, dst, value = _shape(ins), mem.write(ins.operands["dst"]), F32(ins.fimm[1])
+
+    def run(regs: Regs) -> None:
+        dst(regs, shape(regs))[...] = value
+
+    return run
+
+
+def _unary(ins: Ins, mem: FastMemory) -> Run:
+    shape, fn, ops = _shape(ins), UNARY[ins.sub], ins.operands
+    dst, a = mem.write(ops["dst"]), mem.read(ops["a"])
     f0, f1 = F32(ins.fimm[0]), F32(ins.fimm[1])
-    if fn == Fn.FILL:
 
-        def fill(regs: Regs) -> None:
-            dst(regs, shape(regs))[...] = f1
-
-        return fill
-    a = mem.read(ins.operands["a"])
-    if fn in UNARY:
-        unary = UNARY[fn]
-
-        def run1(regs: Regs) -> None:
-            s = shape(regs)
-            r = unary(wide(a(regs, s)), f0, f1)
-            dst(regs, s)[...] = r
-
-        return run1
-    b = mem.read(ins.operands["b"])
-    if fn in BINARY:
-        binary = BINARY[fn]
-
-        def run2(regs: Regs) -> None:
-            s = shape(regs)
-            r = binary(wide(a(regs, s)), wide(b(regs, s)))
-            dst(regs, s)[...] = r
-
-        return run2
-    d, ternary = mem.read(ins.operands["d"]), TERNARY[fn]
-
-    def run3(regs: Regs) -> None:
+    def run(regs: Regs) -> None:
         s = shape(regs)
-        r = ternary(wide(a(regs, s)), wide(b(regs, s)), wide(d(regs, s)))
+        r = fn(wide(a(regs, s)), f0, f1)
         dst(regs, s)[...] = r
 
-    return run3
+    return run
+
+
+def _binary(ins: Ins, mem: FastMemory) -> Run:
+    shape, fn, ops = _shape(ins), BINARY[ins.sub], ins.operands
+    dst, a, b = mem.write(ops["dst"]), mem.read(ops["a"]), mem.read(ops["b"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        r = fn(wide(a(regs, s)), wide(b(regs, s)))
+        dst(regs, s)[...] = r
+
+    return run
+
+
+def _ternary(ins: Ins, mem: FastMemory) -> Run:
+    shape, fn, ops = _shape(ins), TERNARY[ins.sub], ins.operands
+    dst, a, b, d = mem.write(ops["dst"]), mem.read(ops["a"]), mem.read(ops["b"]), mem.read(ops["d"])
+
+    def run(regs: Regs) -> None:
+        s = shape(regs)
+        r = fn(wide(a(regs, s)), wide(b(regs, s)), wide(d(regs, s)))
+        dst(regs, s)[...] = r
+
+    return run
+
+
+_VMAP = (_fill, _unary, _binary, _ternary)
+"""By the function's number of operands."""
 
 
 def _vreduce(ins: Ins, mem: FastMemory) -> Run:
@@ -432,6 +450,9 @@ HANDLERS: dict[int, Callable[[Ins, FastMemory], Run]] = {
     Op.VGATHER: _vgather,
     Op.VSCATTER: _vscatter,
 }
+"""What executes each data opcode."""
+
+check_covered("handlers of data opcodes", (s.code for s in SPECS.values() if s.is_data), HANDLERS)
 
 
 def compile_instruction(ins: Ins, mem: FastMemory) -> Run:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import CSR_STRIDE, CSRS, Op
+from calc.core.isa import CSR_STRIDE, CSRS
+from calc.core.optable import spec_of
 from calc.core.target import Target
 from calc.sim import control
 from calc.sim.control import Dispatch
 from calc.sim.engines import compile_instruction
 from calc.sim.memory import Bytes, FastMemory, TileCache
-from calc.sim.program import Code, Ins, decode
+from calc.sim.program import Code, Ins, Program, decoded
 from calc.sim.strict import StrictMemory
 from calc.sim.timing import Clock, Counters
 
 Mode = Literal["fast", "strict"]
 Links = dict[tuple[int, int], deque[Any]]
+_MEMORIES: dict[Mode, type[FastMemory]] = {"fast": FastMemory, "strict": StrictMemory}
 
 
 def csr_file(values: Mapping[str, Sequence[int]]) -> list[int]:
@@ -58,42 +60,18 @@ def interleave(runs: Mapping[int, Iterator[int]]) -> None:
 class LoadedProgram:
     """One sub-model's programs on all its chips, bound to the machine's memories."""
 
-    def __init__(
-        self, machine: Machine, records: Mapping[int, NDArray[np.void]], nodes: Mapping[int, Sequence[str]]
-    ) -> None:
+    def __init__(self, machine: Machine, programs: Mapping[int, Program], nodes: Mapping[int, Sequence[str]]) -> None:
         self.machine = machine
         self.chips: dict[int, tuple[Code, list[Dispatch | None]]] = {}
-        for chip, recs in records.items():
-            code = decode(recs)
+        for chip, program in programs.items():
+            code = decoded(program)
             mem = machine.memories[chip]
-            table = [self._bind(ins, mem, nodes[chip]) for ins in code.ins]
-            self.chips[chip] = (code, table)
+            self.chips[chip] = (code, [_bind(ins, mem, nodes[chip]) for ins in code.ins])
 
-    @staticmethod
-    def _bind(ins: Ins, mem: FastMemory, nodes: Sequence[str]) -> Dispatch | None:
-        strict = mem if isinstance(mem, StrictMemory) else None
-        node = nodes[ins.node] if ins.node < len(nodes) else "?"
-        if ins.op in (Op.WAIT, Op.SIGNAL):
-            if strict is None:
-                return None
-            move = strict.wait if ins.op == Op.WAIT else strict.signal
-
-            def order(regs: list[int]) -> None:
-                strict.begin(ins.engine, ins.pc, node)
-                move(ins.engine, ins.imm[0], ins.imm[1])
-
-            return order
-        if ins.op < Op.LOAD:
-            return None
-        run = compile_instruction(ins, mem)
-        if strict is None:
-            return run
-
-        def checked(regs: list[int]) -> None:
-            strict.begin(ins.engine, ins.pc, node)
-            run(regs)
-
-        return checked
+    @property
+    def code(self) -> dict[int, Code]:
+        """The decoded program per chip."""
+        return {chip: code for chip, (code, _) in self.chips.items()}
 
     def run(self, csr: Sequence[int]) -> None:
         """Execute the sub-model once.
@@ -104,29 +82,26 @@ class LoadedProgram:
         m = self.machine
         m.links.clear()  # a call that failed may have left messages
         for mem in m.memories.values():
-            if isinstance(mem, StrictMemory):
-                mem.reset_order()
+            mem.start()
         runs = {}
         for chip, (code, table) in self.chips.items():
             mem = m.memories[chip]
-            runs[chip] = control.run(code, table, csr, _sload(mem), lambda ins, c=chip: bool(m.links[(ins.imm[0], c)]))  # type: ignore[misc]
+            runs[chip] = control.run(code, table, csr, mem.sload, lambda ins, c=chip: bool(m.links[(ins.imm[0], c)]))  # type: ignore[misc]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             interleave(runs)
         if left := {f"{a} to {b}": len(queue) for (a, b), queue in m.links.items() if queue}:
             raise RuntimeFault(Problem("SIM_LINK_LEFT", "links", "messages that nobody receives", got=str(left)))
         for chip in self.chips:
-            mem = m.memories[chip]
-            if isinstance(mem, StrictMemory):
-                mem.finish()
+            m.memories[chip].finish()
 
 
-def _sload(mem: FastMemory) -> Callable[[Ins, list[int]], int]:
-    def read(ins: Ins, regs: list[int]) -> int:
-        if isinstance(mem, StrictMemory):
-            mem.begin(ins.engine, ins.pc, "control")
-        return int(mem.read(ins.operands["a"])(regs, ())[()])
-
-    return read
+def _bind(ins: Ins, mem: FastMemory, nodes: Sequence[str]) -> Dispatch | None:
+    """What executes a record on a memory; None for what the control engine runs or the mode skips."""
+    spec = spec_of(ins.op)
+    if spec.is_scalar:
+        return None
+    node = nodes[ins.node] if ins.node < len(nodes) else "?"
+    return mem.data(ins, node, compile_instruction(ins, mem)) if spec.is_data else mem.order(ins, node)
 
 
 class Machine:
@@ -145,39 +120,68 @@ class Machine:
     ) -> None:
         self.mode = mode
         self.links: Links = defaultdict(deque)
-        kind = StrictMemory if mode == "strict" else FastMemory
+        kind = _MEMORIES[mode]
         cache = TileCache(cache_bytes)
         self.memories = {c: kind(c, sram, shards[c], dynamic[c], cache) for c in shards}
         for chip, mem in self.memories.items():
             mem.links = self.links
             mem.chip = chip
 
-    def load(self, records: Mapping[int, NDArray[np.void]], nodes: Mapping[int, Sequence[str]]) -> LoadedProgram:
+    def load(self, programs: Mapping[int, Program], nodes: Mapping[int, Sequence[str]]) -> LoadedProgram:
         """Bind a sub-model's programs."""
-        return LoadedProgram(self, records, nodes)
+        return LoadedProgram(self, programs, nodes)
 
 
-def time_programs(target: Target, records: Mapping[int, NDArray[np.void]], csr: Sequence[int]) -> Counters:
-    """Run the programs without data on the target's clock.
+class TimedProgram:
+    """One sub-model's programs on all its chips, bound to a target's clock: decoded once, timed for any call.
 
     Args:
         target: rates and start costs.
-        records: program per chip.
-        csr: the call's CSR file.
-
-    Returns:
-        Counters over all chips; `cycles` when the last chip is done, without the host's time per call.
+        programs: program per chip.
     """
-    count = Counters()
-    links: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-    runs, clocks = {}, []
-    for chip, recs in records.items():
-        code = decode(recs)
-        clock = Clock(chip, target, links, count)
-        table = [clock.dispatcher(i) if i.op >= Op.WAIT else None for i in code.ins]
-        runs[chip] = control.run(code, table, csr, clock.sload, clock.ready)
-        clocks.append(clock)
-    interleave(runs)
-    count.cycles = max(c.finished for c in clocks)
-    count.busy = dict(count.busy)
-    return count
+
+    def __init__(self, target: Target, programs: Mapping[int, Program]) -> None:
+        self.count = Counters()
+        self.links: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.chips: dict[int, tuple[Code, Clock, list[Dispatch | None]]] = {}
+        for chip, program in programs.items():
+            code, clock = decoded(program), Clock(chip, target, self.links, self.count)
+            table = [None if spec_of(i.op).is_scalar else clock.dispatcher(i) for i in code.ins]
+            self.chips[chip] = (code, clock, table)
+
+    @property
+    def code(self) -> dict[int, Code]:
+        """The decoded program per chip."""
+        return {chip: code for chip, (code, _, _) in self.chips.items()}
+
+    @property
+    def records(self) -> int:
+        """Records over all chips: what keeping it costs memory for."""
+        return sum(len(code.ins) for code, _, _ in self.chips.values())
+
+    def run(self, csr: Sequence[int]) -> Counters:
+        """Time one call.
+
+        Args:
+            csr: the call's CSR file.
+
+        Returns:
+            Counters over all chips; `cycles` when the last chip is done, without the host's time per call.
+
+        Raises:
+            RuntimeFault: SIM_DEADLOCK, SIM_LINK_DEADLOCK, and the faults of loops.
+        """
+        self.count.clear()
+        self.links.clear()
+        runs = {}
+        for chip, (code, clock, table) in self.chips.items():
+            clock.clear()
+            runs[chip] = control.run(code, table, csr, clock.sload, clock.ready)
+        interleave(runs)
+        cycles = max(clock.finished for _, clock, _ in self.chips.values())
+        return replace(self.count, cycles=cycles, busy=dict(self.count.busy))
+
+
+def time_programs(target: Target, programs: Mapping[int, Program], csr: Sequence[int]) -> Counters:
+    """Run the programs once without data on the target's clock; see `TimedProgram`."""
+    return TimedProgram(target, programs).run(csr)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from calc.core.errors import Problem, RuntimeFault
 from calc.core.isa import DType, Space, Tile
 from calc.core.packing import unpack_int4
+from calc.sim.program import Ins, Operand, Regs
 
 NP: dict[int, np.dtype[np.generic]] = {
     DType.F32: np.dtype(np.float32),
@@ -28,29 +29,11 @@ NP: dict[int, np.dtype[np.generic]] = {
     DType.U8: np.dtype(np.uint8),
 }
 Bytes = NDArray[np.uint8]
-Regs = list[int]
+Run = Callable[[Regs], None]
 Access = Callable[[Regs, tuple[int, ...]], NDArray[Any]]
 
 INT8_EXACT_K = 1024
 """int8 products summed in FP32 are exact up to this many: 1024 * 127 * 127 < 2^24."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One decoded operand of a record."""
-
-    space: int
-    dtype: int
-    base: int
-    terms: tuple[tuple[int, int], ...]
-    steps: tuple[int, ...]
-
-    def address(self, regs: Regs) -> int:
-        """Byte address for the registers' values."""
-        a = self.base
-        for r, s in self.terms:
-            a += regs[r] * s
-        return a
 
 
 @dataclass(frozen=True)
@@ -170,8 +153,6 @@ class FastMemory:
         cache: where decoded weight tiles are kept.
     """
 
-    strict = False
-
     def __init__(self, chip: int, sram: int, shard: Bytes, dynamic: int, cache: TileCache) -> None:
         self.chip = chip
         self.sram: Bytes = np.zeros(sram, np.uint8)
@@ -199,8 +180,27 @@ class FastMemory:
             raise out_of_bounds(self.chip, op, address, (nbytes,), self.split + len(self.dynamic))
         return self.dynamic[a : a + nbytes]
 
-    def begin(self, engine: int, pc: int) -> None:
-        """A record starts (strict mode keeps account of it)."""
+    # -- what a mode does around records -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A call starts."""
+
+    def finish(self) -> None:
+        """The program has halted."""
+
+    def order(self, ins: Ins, node: str) -> Run | None:
+        """What executes a WAIT or SIGNAL that came from graph node `node`; None if the mode needs no order."""
+        return None
+
+    def data(self, ins: Ins, node: str, run: Run) -> Run:
+        """What executes a data record that came from graph node `node`, given its bare closure."""
+        return run
+
+    def sload(self, ins: Ins, regs: Regs) -> int:
+        """One i32 of SRAM, for the control engine."""
+        return int(self.read(ins.operands["a"])(regs, ())[()])
+
+    # -- access ------------------------------------------------------------------------------------------------------
 
     def read(self, op: Operand) -> Access:
         """A function that gives the operand's elements for register values and a shape."""

@@ -10,8 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import MAX_DIMS, MAX_TERMS, NO_REG, OPERAND_NAMES, RANK_IMM, Alu, Flag, Op, Space
-from calc.sim.memory import Operand
+from calc.core.isa import MAX_TERMS, NO_REG, OPERAND_NAMES, Alu, Flag, Op, Space
+from calc.core.optable import FUNCTIONS, SPECS, check_covered
+
+Regs = list[int]
+"""Values of the scalar registers."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One decoded operand of a record."""
+
+    space: int
+    dtype: int
+    base: int
+    terms: tuple[tuple[int, int], ...]
+    steps: tuple[int, ...]
+
+    def address(self, regs: Regs) -> int:
+        """Byte address for the registers' values."""
+        a = self.base
+        for r, s in self.terms:
+            a += regs[r] * s
+        return a
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,7 @@ class Ins:
     fimm: tuple[float, float]
     operands: dict[str, Operand]
 
-    def shape(self, regs: list[int]) -> tuple[int, ...]:
+    def shape(self, regs: Regs) -> tuple[int, ...]:
         """Dimensions for the registers' values."""
         return tuple(c if r < 0 else regs[r] for c, r in self.dims)
 
@@ -45,6 +66,7 @@ _ALU: dict[int, Callable[[int, int], int]] = {
     Alu.MAX: max,
     Alu.MOD: operator.mod,
 }
+check_covered("scalar operations", FUNCTIONS[Alu], _ALU)
 
 Scalar = tuple[Callable[[int, int], int], int, int, int, bool]
 """A SALU record: function, destination, first operand's register, second operand, whether that is a constant."""
@@ -58,6 +80,15 @@ class Code:
     ops: list[int]
     partner: list[int]
     scalars: dict[int, Scalar]
+
+
+Program = NDArray[np.void] | Code
+"""A program as records, or decoded."""
+
+
+def decoded(program: Program) -> Code:
+    """A program ready to run, whatever it was given as."""
+    return program if isinstance(program, Code) else decode(program)
 
 
 def decode(records: NDArray[np.void]) -> Code:
@@ -92,7 +123,8 @@ def decode(records: NDArray[np.void]) -> Code:
                 operands[name] = Operand(space[pc], dtype[pc], base[pc], terms, tuple(step[pc]))
         op, regs = cols["op"][pc], cols["dim_regs"][pc]
         imm = cols["imm"][pc]
-        rank = MAX_DIMS if op == Op.GEMM else imm[RANK_IMM] if op >= Op.LOAD else 1
+        spec = SPECS.get(op)  # the disassembler also shows what the instruction set has no opcode for
+        rank = spec.rank(imm) if spec is not None else 0
         dims = tuple((d, d if regs >> j & 1 else -1) for j, d in enumerate(cols["dims"][pc][:rank]))
         if op == Op.LOOP:
             stack.append(pc)

@@ -19,10 +19,14 @@ from calc.core.errors import CapacityError, Problem, Problems, RuntimeFault
 from calc.core.isa import DType
 from calc.core.roles import CURRENT, IDS, LOGITS, PAST, SLOT, kv_name
 from calc.core.target import Target, parse_target
-from calc.sim.machine import LoadedProgram, Machine, Mode, csr_file, time_programs
+from calc.sim.machine import LoadedProgram, Machine, Mode, TimedProgram, csr_file
+from calc.sim.program import Program
 from calc.sim.timing import Counters
 
 DTYPES = {"f32": DType.F32, "bf16": DType.BF16, "i8": DType.I8, "i32": DType.I32, "u8": DType.U8}
+
+TIMED_RECORDS = 1 << 16
+"""Records whose clocks are kept, over all sub-models: about 90 MiB at most. The one in use is kept in any case."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Device:
         dynamic = {chip: max(0, ends[chip] - len(shard)) for chip, shard in shards.items()}
         self.machine = Machine(m.target.sram_bytes, shards, dynamic, mode, cache_bytes)
         self._programs: dict[str, LoadedProgram] = {}
+        self._timed: dict[str, TimedProgram] = {}
         self.target: Target = parse_target(m.target.toml, m.target.name)
 
     # -- choice ------------------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ class Device:
         sub = self._submodel(submodel)
         pad = [0] * (sub.batch - len(cur))
         csr = csr_file({PAST: [*past, *pad], CURRENT: [*cur, *pad], SLOT: list(range(sub.batch))})
-        return time_programs(self.target, {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}, csr)
+        return self._timed_program(sub).run(csr)
 
     def _submodel(self, name: str) -> SubModel:
         for sub in self.manifest.submodels:
@@ -259,9 +264,23 @@ class Device:
 
     def _program(self, sub: SubModel) -> LoadedProgram:
         if sub.name not in self._programs:
-            records = {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}
-            self._programs[sub.name] = self.machine.load(records, {p.chip: p.nodes for p in sub.chip_map})
+            nodes = {p.chip: p.nodes for p in sub.chip_map}
+            self._programs[sub.name] = self.machine.load(self._code(sub), nodes)
         return self._programs[sub.name]
+
+    def _timed_program(self, sub: SubModel) -> TimedProgram:
+        timed = self._timed.pop(sub.name, None) or TimedProgram(self.target, self._code(sub))
+        self._timed[sub.name] = timed
+        while sum(t.records for t in self._timed.values()) > TIMED_RECORDS and len(self._timed) > 1:
+            del self._timed[next(iter(self._timed))]
+        return timed
+
+    def _code(self, sub: SubModel) -> dict[int, Program]:
+        """Its programs, decoded if a mode has done so already."""
+        known = self._programs.get(sub.name) or self._timed.get(sub.name)
+        if known is not None:
+            return dict(known.code)
+        return {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}
 
     def _write(self, desc: TensorDesc, data: NDArray[np.generic]) -> None:
         assert desc.at.chip is not None and desc.at.offset is not None

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import RING_FREE, DType, Engine, Space
+from calc.core.isa import RING_FREE, DType, Engine, Op, Space
 from calc.sim.memory import (
     NP,
     Access,
     Bytes,
     DecodedTile,
     FastMemory,
-    Operand,
-    Regs,
+    Run,
     TileCache,
     TileSpec,
     decode_tile,
     extent,
 )
+from calc.sim.program import Ins, Operand, Regs
 
 GRANULE = 16
 """Bytes per race-detection cell: every buffer and row starts on a multiple of it."""
@@ -43,16 +45,128 @@ class Shadow:
     """Account of one memory: which bytes were written, and when each engine last read and wrote each granule."""
 
     def __init__(self, nbytes: int) -> None:
-        cells = -(-nbytes // GRANULE)
+        self.cells = -(-nbytes // GRANULE)
         self.written = np.zeros(nbytes, np.bool_)
-        self.reads = np.zeros((ENGINES, cells), np.int32)
-        self.writes = np.zeros((ENGINES, cells), np.int32)
+        self.clear_order()
+
+    def clear_order(self) -> None:
+        """Nobody has read or written in this call. New pages of zeros cost only where they are used."""
+        self.reads = np.zeros((ENGINES, self.cells), np.int32)
+        self.writes = np.zeros((ENGINES, self.cells), np.int32)
+
+
+Grid = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Equally long runs: where the first starts, counts and strides outermost first; the last pair is the run itself."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What an access touches, relative to the granule its address lies in.
+
+    Attributes:
+        marks: runs of bytes.
+        cells: runs of granules; None where they do not lie on a grid of granules.
+        scattered: their numbers then, else empty.
+    """
+
+    marks: Grid
+    cells: Grid | None
+    scattered: NDArray[np.int64]
+
+
+@lru_cache(maxsize=4096)
+def footprint(lead: int, shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> Footprint:
+    """The bytes and granules of elements `itemsize` bytes long.
+
+    Args:
+        lead: address modulo `GRANULE`.
+        shape: counts, all positive.
+        steps: bytes between elements along each dimension, of either sign.
+        itemsize: bytes of an element.
+    """
+    start, runs, span = _runs(lead, shape, steps, itemsize, 0)
+    marks = (start, (*(n for _, n in runs), span), (*(s for s, _ in runs), 1))
+    # a gap shorter than a granule holds no whole granule: for granules such runs are one
+    start, runs, span = _runs(lead, shape, steps, itemsize, GRANULE - 1)
+    first, last = start // GRANULE, (start + span - 1) // GRANULE
+    if all(s % GRANULE == 0 for s, _ in runs):
+        counts, strides = tuple(n for _, n in runs), tuple(s // GRANULE for s, _ in runs)
+        grid = (first, (*counts, last - first + 1), (*strides, 1))
+        return Footprint(marks, grid, np.empty(0, np.int64))
+    starts = np.array([start], np.int64)
+    for s, n in runs:
+        starts = (starts[:, None] + s * np.arange(n, dtype=np.int64)).ravel()
+    starts.sort()
+    low, high = starts // GRANULE, (starts + span - 1) // GRANULE
+    # all runs are equally long, so in order of their starts they end in order too: each adds what the last has not
+    low[1:] = np.maximum(low[1:], high[:-1] + 1)
+    counts_of = np.maximum(high - low + 1, 0)
+    ends = np.cumsum(counts_of)
+    cells = np.repeat(low - (ends - counts_of), counts_of) + np.arange(ends[-1])
+    return Footprint(marks, None, cells)
+
+
+def _runs(
+    lead: int, shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int, gap: int
+) -> tuple[int, list[tuple[int, int]], int]:
+    """Where the first run starts, (stride, count) of the runs outermost first, and a run's length.
+
+    Runs at most `gap` bytes apart are joined.
+    """
+    start, span = lead, itemsize
+    outer: list[tuple[int, int]] = []
+    dims = [(s, n) for n, s in zip(shape, steps, strict=False) if n > 1 and s != 0]
+    for s, n in sorted(dims, key=lambda d: abs(d[0])):
+        start += min(0, s * (n - 1))
+        if abs(s) <= span + gap:
+            span += abs(s) * (n - 1)
+        else:
+            outer.append((abs(s), n))
+    return start, outer[::-1], span
+
+
+def _select(account: NDArray[Any], grid: Grid, origin: int) -> NDArray[Any]:
+    """The part of an account ``[..., cells]`` on a grid from `origin`, as a view."""
+    first, counts, strides = grid
+    at = origin + first
+    if len(counts) == 1:
+        return account[..., at : at + counts[0]]
+    cell, lead = account.itemsize, account.ndim - 1
+    shape, steps = (*account.shape[:lead], *counts), (*account.strides[:lead], *(s * cell for s in strides))
+    return np.ndarray(shape, account.dtype, account, at * cell, steps)
+
+
+class Cells:
+    """The granules of one access: a view of an account where they lie on a grid, else their numbers."""
+
+    def __init__(self, touched: Footprint, origin: int) -> None:
+        self.grid = touched.cells
+        self.origin = origin
+        self.numbers = touched.scattered + origin if self.grid is None else touched.scattered
+        self.dims = 1 if self.grid is None else len(self.grid[1])
+
+    def of(self, account: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Their part of an account ``[engines, cells]``."""
+        return account[:, self.numbers] if self.grid is None else _select(account, self.grid, self.origin)
+
+    def note(self, account: NDArray[np.int32], clock: np.int32) -> None:
+        """Write a clock into their part of one engine's account ``[cells]``."""
+        if self.grid is None:
+            account[self.numbers] = clock
+        else:
+            _select(account, self.grid, self.origin)[...] = clock
+
+    def number(self, index: int) -> int:
+        """The number of the granule at a flat index of what `of` gave."""
+        if self.grid is None:
+            return int(self.numbers[index])
+        first, counts, strides = self.grid
+        where = np.unravel_index(index, counts)
+        return self.origin + first + sum(int(i) * s for i, s in zip(where, strides, strict=True))
 
 
 class StrictMemory(FastMemory):
     """Memories of one chip with every check on."""
-
-    strict = True
 
     def __init__(self, chip: int, sram: int, shard: Bytes, dynamic: int, cache: TileCache) -> None:
         super().__init__(chip, sram, shard, dynamic, cache)
@@ -66,17 +180,38 @@ class StrictMemory(FastMemory):
 
     # -- order -------------------------------------------------------------------------------------------------------
 
-    def reset_order(self) -> None:
+    def start(self) -> None:
         """A call starts: SRAM holds nothing, everything before is done."""
         self.sram[:] = POISON
         self.shadow[Space.SRAM] = Shadow(len(self.sram))
-        for s in self.shadow.values():
-            s.reads[:] = 0
-            s.writes[:] = 0
+        self.shadow[Space.DRAM].clear_order()
         self.clocks[:] = 0
         self.sent.clear()
 
-    def begin(self, engine: int, pc: int, node: str = "") -> None:
+    def order(self, ins: Ins, node: str) -> Run:
+        move = {Op.WAIT: self.wait, Op.SIGNAL: self.signal}[Op(ins.op)]
+        engine, pc, semaphore, count = ins.engine, ins.pc, ins.imm[0], ins.imm[1]
+
+        def run(regs: Regs) -> None:
+            self.begin(engine, pc, node)
+            move(engine, semaphore, count)
+
+        return run
+
+    def data(self, ins: Ins, node: str, run: Run) -> Run:
+        engine, pc = ins.engine, ins.pc
+
+        def checked(regs: Regs) -> None:
+            self.begin(engine, pc, node)
+            run(regs)
+
+        return checked
+
+    def sload(self, ins: Ins, regs: Regs) -> int:
+        self.begin(ins.engine, ins.pc, "control")
+        return super().sload(ins, regs)
+
+    def begin(self, engine: int, pc: int, node: str) -> None:
         """A record is dispatched to an engine: it comes after everything the control engine has done."""
         self.engine = engine
         self.where = f"chip {self.chip} instruction {pc} ({Engine(engine).name}) of {node}"
@@ -142,41 +277,24 @@ class StrictMemory(FastMemory):
             )
         return mem, base, shadow
 
-    def _cells(self, base: int, shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> NDArray[np.int64]:
-        """Granules touched, each once."""
-        span = itemsize
-        dims = sorted(((s, n) for n, s in zip(shape, steps, strict=False) if n > 1 and s != 0), key=lambda p: abs(p[0]))
-        outer = []
-        for s, n in dims:
-            if 0 < s <= span:
-                span = s * (n - 1) + span
-            else:
-                outer.append((s, n))
-        starts = np.array([base], np.int64)
-        for s, n in outer:
-            starts = (starts[:, None] + s * np.arange(n, dtype=np.int64)).ravel()
-        first, last = starts // GRANULE, (starts + span - 1) // GRANULE
-        width = int((last - first).max()) + 1
-        cells = first[:, None] + np.arange(width)
-        return np.unique(cells[cells <= last[:, None]])
-
-    def _ordered(self, shadow: Shadow, cells: NDArray[np.int64], *, write: bool) -> None:
-        clock = self.clocks[self.engine][:, None]
+    def _ordered(self, shadow: Shadow, cells: Cells, *, write: bool) -> None:
+        clock = self.clocks[self.engine].reshape(-1, *[1] * cells.dims)
         accounts = [("written", shadow.writes)] + ([("read", shadow.reads)] if write else [])
         for verb, account in accounts:
-            late = account[:, cells] > clock
+            late = cells.of(account) > clock
             if late.any():
+                late = late.reshape(ENGINES, -1)
                 other = int(np.argmax(late.any(axis=1)))
                 raise RuntimeFault(
                     Problem(
                         "SIM_RACE",
                         self.where,
                         f"{'writes' if write else 'reads'} what {Engine(other).name} has {verb}, without a semaphore",
-                        got=f"byte {int(cells[np.argmax(late[other])]) * GRANULE}",
+                        got=f"byte {cells.number(int(np.argmax(late[other]))) * GRANULE}",
                         hint="a WAIT or a SIGNAL is missing, or two buffers overlap",
                     )
                 )
-        (shadow.writes if write else shadow.reads)[self.engine, cells] = self.clocks[self.engine, self.engine]
+        cells.note((shadow.writes if write else shadow.reads)[self.engine], self.clocks[self.engine, self.engine])
 
     def _checked(self, op: Operand, *, reads: bool, writes: bool) -> Access:
         dt = NP[op.dtype]
@@ -187,8 +305,10 @@ class StrictMemory(FastMemory):
             if min(shape, default=1) <= 0:
                 return np.zeros(tuple(max(0, n) for n in shape), dt)
             if shadow is not None:
-                cells = self._cells(base, shape, steps, dt.itemsize)
-                marks = as_strided(shadow.written[base:], (*shape, dt.itemsize), (*steps, 1))
+                origin = base // GRANULE
+                touched = footprint(base % GRANULE, shape, steps, dt.itemsize)
+                cells = Cells(touched, origin)
+                marks = _select(shadow.written, touched.marks, origin * GRANULE)
                 if reads:
                     self._ordered(shadow, cells, write=False)
                     if not marks.all():

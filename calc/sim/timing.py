@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Tile
+from calc.core.isa import ITEMSIZE, DType, Engine, Op
+from calc.core.opspec import Cost
+from calc.core.optable import check_covered, cost_of, spec_of
 from calc.core.target import Target
 from calc.sim.control import Dispatch
 from calc.sim.program import Ins
 
-SPECIAL = frozenset({Fn.DIV, Fn.EXP, Fn.EXPSUB, Fn.RSQRT, Fn.TANH, Fn.SIGMOID, Fn.SILU, Fn.GELU, Fn.GELU_TANH})
-"""Functions at the vector engine's special rate."""
+Price = Callable[[list[int]], tuple[int, bool]]
+"""Cycles of a record for the registers' values, and whether it holds the DRAM bus."""
 
 
 @dataclass
@@ -39,6 +41,11 @@ class Counters:
         """The busiest resource."""
         return max(self.busy, key=lambda k: self.busy[k]) if self.busy else "none"
 
+    def clear(self) -> None:
+        """Nothing has been done yet."""
+        self.macs = self.vector_ops = self.dram_bytes = self.link_bytes = self.instructions = self.cycles = 0
+        self.busy = defaultdict(int)
+
 
 class Clock:
     """Times one chip's program while the control engine walks it."""
@@ -47,7 +54,11 @@ class Clock:
         self.chip = chip
         r, c = target.rates, target.costs
         self.dram, self.link = r.dram.value, r.link.value
-        self.mac = {"i8": r.mac_int8.value, "bf16": r.mac_bf16.value, "f32": r.mac_f32.value}
+        self.mac: dict[int, float] = {
+            DType.I8: r.mac_int8.value,
+            DType.BF16: r.mac_bf16.value,
+            DType.F32: r.mac_f32.value,
+        }
         self.vec, self.special = r.vector.value, r.vector_special.value
         self.start = {
             k: int(getattr(c, k).value) for k in ("dma_start", "matrix_start", "vector_start", "link_start", "dispatch")
@@ -58,6 +69,12 @@ class Clock:
         self.bus = 0
         self.signals: dict[int, deque[int]] = defaultdict(deque)
 
+    def clear(self) -> None:
+        """A call starts: every engine is idle and no signal is under way."""
+        self.now[:] = [0] * len(Engine)
+        self.bus = 0
+        self.signals.clear()
+
     def dispatcher(self, ins: Ins) -> Dispatch:
         """What the control engine calls for a data or semaphore record."""
         if ins.op == Op.WAIT:
@@ -65,7 +82,7 @@ class Clock:
         if ins.op == Op.SIGNAL:
             return self._signal(ins)
         cost = self._cost(ins)
-        engine = ins.engine
+        engine, name = ins.engine, Engine(ins.engine).name.lower()
         step = self.start["dispatch"]
 
         def run(regs: list[int]) -> None:
@@ -78,7 +95,7 @@ class Clock:
                 self.bus = begin + cycles
                 self.count.busy["dram"] += cycles
             else:
-                self.count.busy[Engine(engine).name.lower()] += cycles
+                self.count.busy[name] += cycles
             self.now[engine] = begin + cycles
             if ins.op == Op.SEND:
                 self.links[(self.chip, ins.imm[0])].append(self.now[engine])
@@ -128,45 +145,53 @@ class Clock:
 
         return run
 
-    def _cost(self, ins: Ins) -> Callable[[list[int]], tuple[int, bool]]:
+    def _cost(self, ins: Ins) -> Price:
+        return _PRICES[cost_of(spec_of(ins.op), ins.sub)](self, ins)
+
+    def _dma(self, ins: Ins) -> Price:
+        shape, count, size = ins.shape, self.count, ITEMSIZE[ins.operands["dst"].dtype]
+        start, rate = self.start["dma_start"], self.dram
+
+        def dma(regs: list[int]) -> tuple[int, bool]:
+            nbytes = size * math.prod(shape(regs))
+            count.dram_bytes += nbytes
+            return (start + math.ceil(nbytes / rate) if nbytes else 0), True
+
+        return dma
+
+    def _send(self, ins: Ins) -> Price:
+        shape, count, size = ins.shape, self.count, ITEMSIZE[ins.operands["a"].dtype]
+        start, rate = self.start["link_start"], self.link
+
+        def send(regs: list[int]) -> tuple[int, bool]:
+            nbytes = size * math.prod(shape(regs))
+            count.link_bytes += nbytes
+            return start + math.ceil(nbytes / rate), False
+
+        return send
+
+    def _receive(self, ins: Ins) -> Price:
+        return lambda regs: (0, False)
+
+    def _matrix(self, ins: Ins) -> Price:
         shape, count = ins.shape, self.count
-        if ins.op in (Op.LOAD, Op.STORE, Op.LOADG):
-            size = ITEMSIZE[ins.operands["dst"].dtype]
-            start, rate = self.start["dma_start"], self.dram
+        rate, start = self.mac.get(ins.operands["a"].dtype, self.mac[DType.BF16]), self.start["matrix_start"]
 
-            def dma(regs: list[int]) -> tuple[int, bool]:
-                nbytes = size * math.prod(shape(regs))
-                count.dram_bytes += nbytes
-                return (start + math.ceil(nbytes / rate) if nbytes else 0), True
+        def matrix(regs: list[int]) -> tuple[int, bool]:
+            macs = math.prod(shape(regs))
+            count.macs += macs
+            return (start + math.ceil(macs / rate) if macs else 0), False
 
-            return dma
-        if ins.op in (Op.SEND, Op.RECV):
-            operand = ins.operands["a" if ins.op == Op.SEND else "dst"]
-            size = ITEMSIZE[operand.dtype]
-            sends = ins.op == Op.SEND
+        return matrix
 
-            def link(regs: list[int]) -> tuple[int, bool]:
-                nbytes = size * math.prod(shape(regs))
-                if not sends:
-                    return 0, False
-                count.link_bytes += nbytes
-                return self.start["link_start"] + math.ceil(nbytes / self.link), False
+    def _vector(self, ins: Ins) -> Price:
+        return self._elements(ins, self.vec)
 
-            return link
-        if ins.op == Op.GEMM:
-            kind = "i8" if ins.tile == Tile.W8 else "f32" if ins.operands["a"].dtype == DType.F32 else "bf16"
-            rate, start = self.mac[kind], self.start["matrix_start"]
+    def _special(self, ins: Ins) -> Price:
+        return self._elements(ins, self.special)
 
-            def gemm(regs: list[int]) -> tuple[int, bool]:
-                macs = math.prod(shape(regs))
-                count.macs += macs
-                return (start + math.ceil(macs / rate) if macs else 0), False
-
-            return gemm
-        rate = (
-            self.special if (ins.op == Op.VMAP and ins.sub in SPECIAL) or ins.op in (Op.VTOPK, Op.VBUCKET) else self.vec
-        )
-        start = self.start["vector_start"]
+    def _elements(self, ins: Ins, rate: float) -> Price:
+        shape, count, start = ins.shape, self.count, self.start["vector_start"]
 
         def vector(regs: list[int]) -> tuple[int, bool]:
             elements = math.prod(shape(regs))
@@ -174,3 +199,14 @@ class Clock:
             return (start + math.ceil(elements / rate) if elements else 0), False
 
         return vector
+
+
+_PRICES: dict[Cost, Callable[[Clock, Ins], Price]] = {
+    Cost.DMA: Clock._dma,
+    Cost.SEND: Clock._send,
+    Cost.RECEIVE: Clock._receive,
+    Cost.MATRIX: Clock._matrix,
+    Cost.VECTOR: Clock._vector,
+    Cost.SPECIAL: Clock._special,
+}
+check_covered("cost classes", set(Cost) - {Cost.NONE, Cost.BY_FUNCTION}, _PRICES)

@@ -12,7 +12,8 @@ import msgpack
 import numpy as np
 
 from calc.calbin.layout import ALIGN, CHUNK
-from calc.core.isa import NO_REG, RECORD, Alu, DType, Engine, Flag, Fn, Op, Space
+from calc.core.isa import NO_REG, RANK_IMM, RECORD, Alu, DType, Engine, Flag, Fn, Op, Space
+from calc.core.optable import spec_of
 from calc.core.packing import TileLayout, align, pack_int4
 from calc.core.target import load_target
 
@@ -112,6 +113,8 @@ def record(op: Op, engine: Engine, *, dims=(), imm=(), fimm=(), **fields) -> np.
         out[name]["reg"] = NO_REG
     out["dims"] = (*dims, *[0] * (5 - len(dims)))
     out["imm"] = (*imm, *[0] * (6 - len(imm)))
+    if spec_of(op).has_rank:
+        out["imm"][RANK_IMM] = len(dims)
     out["fimm"] = (*fimm, *[0.0] * (2 - len(fimm)))
     for name, value in fields.items():
         out[name] = value

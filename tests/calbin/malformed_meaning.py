@@ -9,7 +9,7 @@ from calbin_tiny import CAPACITY, IO_BASE, KV_BASE, VOCAB, Parts, assemble, prog
 from malformed import CASES, Case, damaged, edited, field
 
 from calc.core.errors import VersionError
-from calc.core.isa import RECORD, Engine, Op, Space
+from calc.core.isa import RECORD, Engine, Flag, Fn, Op, Space
 from calc.core.packing import TileLayout
 
 P = "submodels[0]"
@@ -227,6 +227,43 @@ def _(r: np.ndarray) -> np.ndarray:
 @records("a packed operand of no format", "CALBIN_RECORD")
 def _(r: np.ndarray) -> np.ndarray:
     r[VMAP]["op"], r[VMAP]["engine"], r[VMAP]["sub"], r[VMAP]["flags"] = Op.GEMM, Engine.MAT, 0, 2
+    return r
+
+
+@records("a function without its second operand", "CALBIN_OPERAND")
+def _(r: np.ndarray) -> np.ndarray:
+    r[VMAP]["sub"] = Fn.ADD
+    return r
+
+
+@records("an operand that the function does not take", "CALBIN_OPERAND")
+def _(r: np.ndarray) -> np.ndarray:
+    r[VMAP]["b"] = r[VMAP]["a"]
+    return r
+
+
+@records("a flag of another opcode", "CALBIN_RECORD")
+def _(r: np.ndarray) -> np.ndarray:
+    r[VMAP]["flags"] = Flag.ACC
+    return r
+
+
+@records("a gather from a table of negative size", "CALBIN_RECORD")
+def _(r: np.ndarray) -> np.ndarray:
+    r[LOAD]["op"], r[LOAD]["dims"][1], r[LOAD]["imm"][0], r[LOAD]["imm"][4] = Op.LOADG, 1, -1, 2
+    r[LOAD]["b"] = r[LOAD]["dst"]
+    return r
+
+
+@records("more dimensions than an operand has", "CALBIN_RECORD")
+def _(r: np.ndarray) -> np.ndarray:
+    r[VMAP]["imm"][4] = 5
+    return r
+
+
+@records("a tile off the target's alignment", "CALBIN_MISALIGNED")
+def _(r: np.ndarray) -> np.ndarray:
+    r[LOAD]["flags"], r[LOAD]["a"]["stride"][0] = Flag.TILE, 32
     return r
 
 

@@ -83,7 +83,8 @@ def test_data_records_show_each_operand_with_its_own_dimensions():
         record(Op.VBUCKET, vec, dims=(6,), imm=(8,), dst=b, a=b, d=b),
         record(Op.VGATHER, vec, dims=(3, 8), imm=(2, 16), dst=a, a=a, b=b),
         record(Op.VSCATTER, vec, dims=(3, 8), imm=(2, 16), dst=(S, 0, F32, (32, 4)), a=a, b=b, d=(S, 9, F32, (4,))),
-        record(Op.VCMUL, vec, dims=(3, 8), imm=(16, 16), flags=Flag.INTERLEAVED, dst=a, a=a, b=a, d=a),
+        record(Op.VCMUL, vec, dims=(3, 8), imm=(16, 16), dst=a, a=a, b=a, d=a),
+        record(Op.VCMUL, vec, dims=(3, 8), imm=(2, 4), dst=(S, 0, F32, (64, 8)), a=(S, 0, BF16, (64, 4)), b=a, d=a),
         record(Op.VBAND, vec, dims=(3, 8), imm=(0, 7, 99), fimm=(-1.0,), dst=a, a=a),
         record(Op.SEND, Engine.LINK, dims=(3, 8), imm=(1,), a=a),
         record(Op.RECV, Engine.LINK, dims=(3, 8), imm=(0,), dst=a),
@@ -106,7 +107,12 @@ def test_data_records_show_each_operand_with_its_own_dimensions():
         [
             "vcmul",
             "sram[0x0]:bf16[3,8]/256,2 <- sram[0x0]:bf16[3,8]/256,2, sram[0x0]:bf16[3,8]/256,2, "
-            "sram[0x0]:bf16[3,8]/256,2  imaginary at a+16, dst+16 (interleaved)",
+            "sram[0x0]:bf16[3,8]/256,2  imaginary at a+16, dst+16 (halves)",
+        ],
+        [
+            "vcmul",
+            "sram[0x0]:f32[3,8]/64,8 <- sram[0x0]:bf16[3,8]/64,4, sram[0x0]:bf16[3,8]/256,2, "
+            "sram[0x0]:bf16[3,8]/256,2  imaginary at a+2, dst+4 (interleaved)",
         ],
         ["vband", "sram[0x0]:bf16[3,8]/256,2 <- sram[0x0]:bf16[3,8]/256,2  axis=0 offset=r7 width=99 else -1"],
         ["send", "sram[0x0]:bf16[3,8]/256,2  to chip 1"],

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from calc.core.errors import InternalError
 from calc.core.isa import (
-    ENGINE_OF,
     MAX_LOOP_DEPTH,
-    OPERANDS,
     REGISTERS,
     Alu,
     DType,
@@ -19,6 +17,7 @@ from calc.core.isa import (
     Op,
     Space,
 )
+from calc.core.optable import SPECS
 from calc.core.packing import TileLayout
 from calc.kernels.emit import Emitter
 from calc.kernels.lowering import weight_region
@@ -28,7 +27,7 @@ from calc.sim.program import decode
 
 BIG = st.integers(-(2**40), 2**40)
 REG = st.builds(Reg, st.integers(0, REGISTERS - 1))
-DATA = sorted(op for op in OPERANDS if op >= Op.LOAD and op != Op.GEMM)
+OPS = [Op(op) for op in sorted(SPECS) if op not in (Op.HALT, Op.LOOP, Op.END)]
 
 
 @st.composite
@@ -43,15 +42,15 @@ def views(draw: st.DrawFn) -> View:
 
 @st.composite
 def instructions(draw: st.DrawFn) -> Instr:
-    op = draw(st.sampled_from([*DATA, Op.GEMM, Op.SALU, Op.CSRR, Op.WAIT, Op.SIGNAL, Op.SLOAD]))
-    rank = {Op.GEMM: 5}.get(op, draw(st.integers(1, 4))) if op >= Op.LOAD else 0
+    spec = SPECS[op := draw(st.sampled_from(OPS))]
+    rank = draw(st.integers(1, 4)) if spec.has_rank else spec.ranks[0]
     dims = tuple(draw(st.one_of(st.integers(0, 2**31 - 1), REG)) for _ in range(rank))
     imm = tuple(draw(BIG) for _ in range(4))
     sub = draw(st.sampled_from(list(Alu))) if op == Op.SALU else draw(st.sampled_from(list(Fn)))
-    names = draw(st.sets(st.sampled_from(OPERANDS[op]))) if op in OPERANDS else set()
+    names = draw(st.sets(st.sampled_from([o.name for o in spec.operands]))) if spec.operands else set()
     return Instr(
         op,
-        draw(st.sampled_from(ENGINE_OF[op])),
+        draw(st.sampled_from(spec.engines)),
         draw(st.integers(0, 1000)),
         dims,
         sub,
