@@ -83,22 +83,22 @@ def compile_model(
     first = fused[variants[0]]
     _check_same_weights(fused)
     kept = _graph_files(graphs, "fused", "fp32") if keep_graphs is not None else {}
-    schemes, groups = assign(recipe, first)
+    schemes = assign(recipe, first)
     if ladder is not None:
-        ladder.check_numerics(graphs, schemes, groups, progress)
+        ladder.check_numerics(graphs, schemes, progress)
     for g in graphs.values():
-        g.schemes, g.groups = dict(schemes), dict(groups)
-        bind_schemes(g)
+        bind_schemes(g, schemes)
     if ladder is not None:
-        ladder.check_quantized(graphs, schemes, groups, progress)
+        ladder.check_quantized(graphs, schemes, progress)
     slots = max(v.batch for v in variants)
     refs = graphs[variants[0]].weights
-    placement = place(spec, first, refs, schemes, groups, target, variants, context, slots)
+    bound = {v: calls(g) for v, g in graphs.items()}
+    placement = place(spec, bound[variants[0]], refs, target, variants, context, slots)
     programs: dict[Variant, dict[int, ChipProgram]] = {}
     problems: list[Problem] = []
     for i, v in enumerate(variants):
         try:
-            programs[v] = _lower(v, calls(graphs[v]), placement, spec, target, progress, i, len(variants))
+            programs[v] = _lower(v, bound[v], placement, spec, target, progress, i, len(variants))
         except CapacityError as e:
             problems += e.problems
     if problems:
@@ -432,7 +432,7 @@ def _start_ladder(
         graphs,
     )
     run.ladder.start("hf", ground)
-    run.ladder.climb("exported", "hf", run.replay("raw", {}, {}, "exported graph", progress))
+    run.ladder.climb("exported", "hf", run.replay("raw", {}, "exported graph", progress))
     return run
 
 

@@ -19,7 +19,7 @@ from calc.kernels.base import (
     store,
     weight_formals,
 )
-from calc.kernels.lowering import ACTIVATIONS
+from calc.kernels.lowering import ACTIVATIONS, Rows
 
 if TYPE_CHECKING:
     from calc.kernels.emit import Dim, Packed, Reg, View
@@ -36,7 +36,7 @@ class Glu(Kernel):
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         ins = ["x", *(["gamma"] if attrs["norm"] else [])]
-        return (*ins, *weight_formals(("gate", "up"), self.schemes(attrs))), ("h",)
+        return (*ins, *weight_formals(self.schemes(attrs))), ("h",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("gate", "up")
@@ -46,10 +46,10 @@ class Glu(Kernel):
         if attrs["norm"]:
             lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
             src = "xr"
-        gate, up = self.schemes(attrs)
+        schemes = self.schemes(attrs)
         lines += [
-            matmul(src, "gate", "g", gate),
-            matmul(src, "up", "u", up),
+            matmul(src, "gate", "g", schemes["gate"]),
+            matmul(src, "up", "u", schemes["up"]),
             activation(str(attrs["act"]), "g", "ga"),
             "gu = Mul(ga, u)",
             store("gu", "h", numerics),
@@ -101,9 +101,10 @@ def emit_glu(  # noqa: PLR0913 - the operands of two GEMMs
     tile_rows = min(lay.tile_rows, lay.rows)
     g = low.scratch("gate", tile_rows, rows=max_rows)
     u = low.scratch("up", tile_rows, rows=max_rows)
-    quant: dict[int, tuple[View, View]] = {}
-    for ref in low.linear(gate, x, rows, g.view, quant=quant, expert=expert, staged=True, max_rows=max_rows):
-        em.packed_tile(up, rows, quant[0][0] if quant else x, u.view, ref, quant[0][1] if quant else None, expert)
+    operand = Rows(low, x, rows, lay.cols, max_rows)
+    for ref in low.linear(gate, operand, g.view, expert=expert, staged=True):
+        a, scale = operand.under(up.scheme)
+        em.packed_tile(up, rows, a, u.view, ref, scale, expert)
         em.vmap(ACTIVATIONS[act], (rows, ref.rows), g.view, g.view)
         off, terms = ref.columns(2)
         em.vmap(Fn.MUL, (rows, ref.rows), h.at(off, *terms), g.view, u.view)

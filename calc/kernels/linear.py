@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, matmul, rms_norm, store, weight_formals
-from calc.kernels.lowering import drain
+from calc.kernels.lowering import Rows, drain
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
@@ -26,7 +26,7 @@ class Linear(Kernel):
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         n = int(attrs["n"])  # type: ignore[arg-type]
         ins = ["x", *(["gamma"] if attrs["norm"] else [])]
-        ins += weight_formals(self.weights(attrs), self.schemes(attrs))
+        ins += weight_formals(self.schemes(attrs))
         ins += [f"b{i}" for i in range(n)] if attrs["bias"] else []
         ins += ["residual"] if attrs["add"] else []
         return tuple(ins), tuple(f"y{i}" for i in range(n))
@@ -40,7 +40,7 @@ class Linear(Kernel):
         if attrs["norm"]:
             lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
             src = "xr"
-        for i, scheme in enumerate(self.schemes(attrs)):
+        for i, scheme in enumerate(self.schemes(attrs).values()):
             lines.append(matmul(src, f"w{i}", f"p{i}", scheme))
             out = f"p{i}"
             if attrs["bias"]:
@@ -65,12 +65,12 @@ class Linear(Kernel):
             normed = low.new(f"{call.name}.normed", x.width)
             low.rms_norm(src, low.rows, x.width, low.plain(call, "gamma"), call.float("eps"), normed.view)
             src = normed.view
-        quant: dict[int, tuple] = {}  # type: ignore[type-arg]
+        rows = Rows(low, src, low.rows, x.width)
         addend = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
         for formal, out in zip(self.weights(call.attrs), call.outputs, strict=True):
             w = low.packed(call, formal)
             y = low.new(out, w.layout.rows)
-            drain(low.linear(w, src, low.rows, y.view, quant=quant, addend=addend))
+            drain(low.linear(w, rows, y.view, addend=addend))
 
     def examples(self) -> tuple[Example, ...]:
         one = {"n": 1, "norm": 0, "bias": 0, "add": 0, "eps": 0.0}

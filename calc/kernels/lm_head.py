@@ -21,6 +21,7 @@ from calc.kernels.base import (
     weight_formals,
 )
 from calc.kernels.emit import View
+from calc.kernels.lowering import Rows
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
@@ -38,7 +39,7 @@ class LmHead(Kernel):
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         ins = ["x", "cur", *(["gamma"] if attrs["norm"] else [])]
-        return (*ins, *weight_formals(("w",), self.schemes(attrs))), ("logits",)
+        return (*ins, *weight_formals(self.schemes(attrs))), ("logits",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("w",)
@@ -58,7 +59,7 @@ class LmHead(Kernel):
             lines += [rms_norm("row", "gamma", float(attrs["eps"]), "rn"), store("rn", "rr", numerics)]  # type: ignore[arg-type]
             src = "rr"
         cap = float(attrs["softcap"])  # type: ignore[arg-type]
-        lines.append(matmul(src, "w", "z" if cap else "logits", self.schemes(attrs)[0]))
+        lines.append(matmul(src, "w", "z" if cap else "logits", self.schemes(attrs)["w"]))
         if cap:
             lines += [
                 f"cap = Constant<value_float: float = {cap!r}>()",
@@ -90,7 +91,7 @@ class LmHead(Kernel):
         stage = low.scratch("logits", min(w.layout.tile_rows, vocab), DType.F32, batch)
         out = View(low.io["logits"], DType.F32, (4 * vocab, 4))
         cap = call.float("softcap")
-        for ref in low.linear(w, src, batch, stage.view, staged=True, max_rows=batch):
+        for ref in low.linear(w, Rows(low, src, batch, x.width, batch), stage.view, staged=True):
             if cap:
                 dims = (batch, ref.rows)
                 em.vmap(Fn.AFFINE, dims, stage.view, stage.view, f=(1.0 / cap, 0.0))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
+from calc.core.schemes import Scheme
 from calc.core.variant import Variant
 from calc.kernels.base import Call
 from calc.kernels.emit import Buffer, Dim, Emitter, Packed, Plain, Reg, TileRef, View, dense
@@ -177,30 +178,19 @@ class Lowering:
         self.em.op(Op.VQUANT, Engine.VEC, (rows, width), dst=codes.view, a=x, d=sview)
         return codes.view, sview
 
-    def linear(  # noqa: PLR0913 - the operands of a GEMM
+    def linear(
         self,
         w: Packed,
-        x: View,
-        rows: Dim,
+        x: Rows,
         dst: View,
         *,
-        quant: dict[int, tuple[View, View]] | None = None,
         addend: View | None = None,
         expert: Reg | None = None,
         staged: bool = False,
-        max_rows: int | None = None,
     ) -> Iterator[TileRef]:
-        """A packed weight applied to bf16 rows; quantizes the rows first where the weight is int8.
-
-        `quant` keeps the rows' codes, so that several weights share them.
-        """
-        a, scale = x, None
-        if w.layout.fmt == "w8":
-            cache = {} if quant is None else quant
-            if 0 not in cache:
-                cache[0] = self.quantized(x, rows, w.layout.cols, "x", max_rows)
-            a, scale = cache[0]
-        yield from self.em.packed_gemm(w, rows, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged)
+        """A packed weight applied to rows, which are quantized first where the weight's scheme says so."""
+        a, scale = x.under(w.scheme)
+        yield from self.em.packed_gemm(w, x.count, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged)
 
     def rope_table(self, call: Call, formal: str) -> Act:
         """This call's rows of a RoPE table, f32 [rows, R / 2]; loaded once per program."""
@@ -222,6 +212,36 @@ class Lowering:
                         em.load(table.view.at(b * table.row_bytes), src.at(0, (past, row)), (1, half))
             self._tables[name] = table
         return self._tables[name]
+
+
+class Rows:
+    """The rows that weights are applied to: BF16 as they lie in memory, int8 codes once a scheme asks for them.
+
+    Weights of one input share the codes.
+
+    Args:
+        low: where the quantization is written.
+        view: bf16, steps (row, column).
+        count: number of rows.
+        width: number of columns.
+        max_rows: most rows there can be; None for those of the static shape.
+    """
+
+    def __init__(self, low: Lowering, view: View, count: Dim, width: int, max_rows: int | None = None) -> None:
+        self.low = low
+        self.view = view
+        self.count = count
+        self.width = width
+        self.max_rows = max_rows
+        self._codes: tuple[View, View] | None = None
+
+    def under(self, scheme: Scheme) -> tuple[View, View | None]:
+        """The operand a weight of this scheme takes, and its scale per row if it is int8."""
+        if scheme.activations == "bf16":
+            return self.view, None
+        if self._codes is None:
+            self._codes = self.low.quantized(self.view, self.count, self.width, "x", self.max_rows)
+        return self._codes
 
 
 def drain(tiles: Iterator[TileRef]) -> None:

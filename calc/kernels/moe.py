@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
+from calc.core.schemes import Scheme
 from calc.kernels.base import (
     Attr,
     Call,
@@ -23,7 +24,7 @@ from calc.kernels.base import (
 )
 from calc.kernels.emit import Reg, View, dense
 from calc.kernels.glu import emit_glu
-from calc.kernels.lowering import Act, drain
+from calc.kernels.lowering import Act, Rows, drain
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
@@ -52,7 +53,7 @@ class Moe(Kernel):
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         ins = ["x", *(["gamma"] if attrs["norm"] else [])]
-        ins += weight_formals(self.weights(attrs), self.schemes(attrs))
+        ins += weight_formals(self.schemes(attrs))
         return (*ins, *(["residual"] if attrs["add"] else [])), ("y",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ class Moe(Kernel):
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         lines, src = [], "x"
-        schemes = dict(zip(self.weights(attrs), self.schemes(attrs), strict=True))
+        schemes = self.schemes(attrs)
         if attrs["norm"]:
             lines += [rms_norm("x", "gamma", float(attrs["eps"]), "xn"), store("xn", "xr", numerics)]  # type: ignore[arg-type]
             src = "xr"
@@ -139,11 +140,25 @@ class Moe(Kernel):
         )
 
 
-def _batched(x: str, w: str, dst: str, scheme: str) -> list[str]:
-    """``dst[e] = x[e] @ w[e].T`` for all experts at once; w8a8 quantizes the rows of x."""
+def _batched(x: str, w: str, dst: str, scheme: Scheme) -> list[str]:
+    """``dst[e] = x[e] @ w[e].T`` for all experts at once; see `matmul`."""
     lines = [f"{dst}_wt = Transpose<perm: ints = [0, 2, 1]>({w})"]
-    if scheme != "w8a8":
+    scales = [
+        f"{dst}_mid = Constant<value_ints: ints = [1]>()",
+        f"{dst}_ws = Unsqueeze({w}_scale, {dst}_mid)",
+    ]
+    if scheme.activations == "bf16" and not scheme.row_scaled:
         return [*lines, f"{dst} = MatMul({x}, {dst}_wt)"]
+    if scheme.activations == "bf16":
+        wide = f"{dst}_wf = Cast<to: int = 1>({dst}_wt)"
+        return [*lines, wide, f"{dst}_f = MatMul({x}, {dst}_wf)", *scales, f"{dst} = Mul({dst}_f, {dst}_ws)"]
+    if not scheme.row_scaled:
+        return [
+            *int8_rows(x, dst),
+            *lines,
+            f"{dst}_f = MatMul({dst}_codes, {dst}_wt)",
+            f"{dst} = Mul({dst}_f, {dst}_s)",
+        ]
     return [
         *int8_rows(x, dst),
         f"{dst}_qd = Cast<to: int = 11>({dst}_codes)",
@@ -152,8 +167,7 @@ def _batched(x: str, w: str, dst: str, scheme: str) -> list[str]:
         f"{dst}_id = MatMul({dst}_qd, {dst}_wd)",
         f"{dst}_f = Cast<to: int = 1>({dst}_id)",
         f"{dst}_fa = Mul({dst}_f, {dst}_s)",
-        f"{dst}_mid = Constant<value_ints: ints = [1]>()",
-        f"{dst}_ws = Unsqueeze({w}_scale, {dst}_mid)",
+        *scales,
         f"{dst} = Mul({dst}_fa, {dst}_ws)",
     ]
 
@@ -163,7 +177,7 @@ def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
     em, w, k = low.em, low.packed(call, "router"), call.int("top_k")
     experts = w.layout.rows
     z = low.scratch("router", experts)
-    drain(low.linear(w, x.view, low.rows, z.view))
+    drain(low.linear(w, Rows(low, x.view, low.rows, x.width), z.view))
     stat = em.sram("router_stat", 4 * low.max_rows)
     sv = View(stat, DType.F32, (4,))
     dims, wide = (low.rows, experts), sv.stepped(4, 0)
@@ -184,7 +198,7 @@ def _expert(low: Lowering, call: Call, x: View, rows: int | Reg, h: Act, out: Ac
     """One expert's GLU and down projection: out f32 [rows, H]."""
     gate, up, down = (low.packed(call, n) for n in ("gate", "up", "down"))
     emit_glu(low, gate, up, x, rows, h.view, call.str("act"), max_rows, expert)
-    drain(low.linear(down, h.view, rows, out.view, expert=expert, max_rows=max_rows))
+    drain(low.linear(down, Rows(low, h.view, rows, h.width, max_rows), out.view, expert=expert))
 
 
 def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from calc.core.errors import InternalError
 from calc.core.tensors import TensorRef
-from calc.kernels.base import DOMAIN, Attr, Scheme
+from calc.kernels.base import DOMAIN, Attr
 
 
 @dataclass
@@ -21,14 +21,10 @@ class Graph:
     Attributes:
         model: the ONNX graph; weights are initializers without data.
         weights: initializer name to lazy reference.
-        schemes: weight name to quantization scheme (the quantize pass fills it).
-        groups: weight name to group size, for w4a16.
     """
 
     model: ir.Model
     weights: dict[str, TensorRef]
-    schemes: dict[str, Scheme] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
 
     def weight(self, value: ir.Value | None) -> TensorRef | None:
         """The reference behind a value, if it is a weight."""

@@ -12,17 +12,16 @@ from numpy.typing import NDArray
 from calc.core.errors import Problem, VerificationError
 from calc.core.metrics import max_abs
 from calc.core.options import Progress
+from calc.core.schemes import Scheme
 from calc.core.variant import Variant
-from calc.kernels.base import Scheme
 from calc.passes.base import Graph
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Provider, Replayed, replay
 from calc.passes.finite import Finite
-from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights
+from calc.passes.ladder import GoldenPlan, Ladder, Weights
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]
-Groups = Mapping[str, int]
 
 
 @dataclass
@@ -38,7 +37,7 @@ class LadderRun:
     graphs: Mapping[Variant, Graph]
     before: dict[Variant, Replayed] = field(default_factory=dict)
 
-    def replay(self, values: Values, schemes: Schemes, groups: Groups, stage: str, progress: Progress) -> Replayed:
+    def replay(self, values: Values, schemes: Schemes, stage: str, progress: Progress) -> Replayed:
         """Run the golden tokens through the graphs as they are now.
 
         Raises:
@@ -49,7 +48,7 @@ class LadderRun:
         graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
         count = iter(range(1 << 30))
         finite = Finite()
-        provider = self._provider(values, schemes, groups)
+        provider = self._provider(values, schemes)
         result = replay(
             graphs,
             _checked(provider, finite) if values == "raw" else provider,
@@ -60,9 +59,9 @@ class LadderRun:
         return result
 
     @staticmethod
-    def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
+    def _provider(values: Values, schemes: Schemes) -> Provider:
         def get(graph: Graph, name: str) -> NDArray[np.generic]:
-            weights = Weights(graph.weights, schemes, groups)
+            weights = Weights(graph.weights, schemes)
             read = {"raw": weights.raw, "fp32": weights.fp32, "bf16": weights.bf16, "quantized": weights.quantized}
             return read[values](name)
 
@@ -105,32 +104,27 @@ class LadderRun:
     def _once(self, v: Variant, values: Values) -> Replayed:
         """The replay's first prefill or decode call, without a past."""
         call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
-        return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}), [replace(call, past=0)])
+        return replay({v.name: self.graphs[v]}, self._provider(values, {}), [replace(call, past=0)])
 
-    def check_numerics(
-        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
-    ) -> None:
+    def check_numerics(self, graphs: Mapping[Variant, Graph], schemes: Schemes, progress: Progress) -> None:
         """Rungs fused and bf16."""
         for v in (self.prefill, self.decode):
             bind_functions(graphs[v], "fp32")
-        self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
+        self.ladder.climb("fused", "exported", self.replay("fp32", {}, "fused graph", progress))
         for v in (self.prefill, self.decode):
             bind_functions(graphs[v], "npu")
-        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, groups, "bf16", progress))
+        self.ladder.climb("bf16", "fused", self.replay("bf16", schemes, "bf16", progress))
 
-    def check_quantized(
-        self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
-    ) -> None:
+    def check_quantized(self, graphs: Mapping[Variant, Graph], schemes: Schemes, progress: Progress) -> None:
         """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
         last = "bf16"
-        if set(schemes.values()) != {"bf16"}:
+        if {s.name for s in schemes.values()} != {"bf16"}:
             for v in (self.prefill, self.decode):
                 bind_functions(graphs[v], "npu")
-            Weights(graphs[self.prefill].weights, schemes, groups).check_steps()
-            self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
-            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
+            Weights(graphs[self.prefill].weights, schemes).check_steps()
+            self.ladder.schemes = frozenset(schemes.values())
+            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, "quantized", progress))
             last = "quantized"
-            self.ladder.int8_activations = "w8a8" in schemes.values()
         self.ladder.finish(last)
 
 

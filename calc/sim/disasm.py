@@ -180,7 +180,7 @@ def _gemm_notes(ins: Ins) -> str:
     notes = [f"alpha={ins.fimm[0]:g}"] if ins.fimm[0] != 1 else []
     if ins.flags & Flag.PACKED:
         notes += [f"tile={ins.imm[3]}B"]
-        notes += [f"group={ins.imm[2]}"] if ins.tile == Tile.W4 else []
+        notes += [f"group={ins.imm[2]}"] if ins.imm[2] else []
     notes += [name.lower() for name in ("BIAS", "ADDEND") if ins.flags & Flag[name]]
     return " ".join(notes)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from calc.core.errors import Problem, RuntimeFault
-from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op, Tile
+from calc.core.isa import ITEMSIZE, DType, Engine, Fn, Op
 from calc.core.target import Target
 from calc.sim.control import Dispatch
 from calc.sim.program import Ins
@@ -47,7 +47,11 @@ class Clock:
         self.chip = chip
         r, c = target.rates, target.costs
         self.dram, self.link = r.dram.value, r.link.value
-        self.mac = {"i8": r.mac_int8.value, "bf16": r.mac_bf16.value, "f32": r.mac_f32.value}
+        self.mac: dict[int, float] = {
+            DType.I8: r.mac_int8.value,
+            DType.BF16: r.mac_bf16.value,
+            DType.F32: r.mac_f32.value,
+        }
         self.vec, self.special = r.vector.value, r.vector_special.value
         self.start = {
             k: int(getattr(c, k).value) for k in ("dma_start", "matrix_start", "vector_start", "link_start", "dispatch")
@@ -154,8 +158,7 @@ class Clock:
 
             return link
         if ins.op == Op.GEMM:
-            kind = "i8" if ins.tile == Tile.W8 else "f32" if ins.operands["a"].dtype == DType.F32 else "bf16"
-            rate, start = self.mac[kind], self.start["matrix_start"]
+            rate, start = self.mac[ins.operands["a"].dtype], self.start["matrix_start"]
 
             def gemm(regs: list[int]) -> tuple[int, bool]:
                 macs = math.prod(shape(regs))

@@ -9,8 +9,8 @@ import onnxruntime as rt
 from onnx import TensorProto, helper
 
 from calc.core.isa import Space
-from calc.core.numerics import dequant_groups_int4, quant_groups_int4, quant_rows_int8
 from calc.core.packing import TileLayout
+from calc.core.schemes import Scheme
 from calc.core.target import load_target
 from calc.core.variant import Variant
 from calc.kernels.base import Call, Example, Kernel, Numerics
@@ -49,26 +49,22 @@ def draw(kernel: Kernel, ex: Example, seed: int = 0) -> dict[str, np.ndarray]:
     return out
 
 
-def quantize(kernel: Kernel, ex: Example, values: dict, schemes: tuple[str, ...], group: int):
-    """ORT's weight values and the packed form for each weight."""
-    ort, packed = dict(values), {}
+def quantize(kernel: Kernel, ex: Example, values: dict, schemes: tuple[Scheme, ...]) -> dict:
+    """The values ORT computes with, scales among them."""
+    ort = dict(values)
     for name, scheme in zip(kernel.weights(ex.attrs), schemes, strict=True):
         w = values[name]
-        flat = w.reshape(-1, w.shape[-1])
-        if scheme == "w8a8":
-            codes, scale = quant_rows_int8(flat)
-            ort[name], ort[f"{name}_scale"] = codes.reshape(w.shape), scale.reshape(w.shape[:-1])
-        elif scheme == "w4a16":
-            codes, scale = quant_groups_int4(flat, group)
-            ort[name] = dequant_groups_int4(codes, scale, group).reshape(w.shape)
-        packed[name] = (scheme, w)
-    return ort, packed
+        given, scale = scheme.ort_values(w.reshape(-1, w.shape[-1]))
+        ort[name] = given.reshape(w.shape)
+        if scale is not None:
+            ort[f"{name}_scale"] = scale.reshape(w.shape[:-1])
+    return ort
 
 
 def make_call(kernel: Kernel, ex: Example, attrs: dict, ort: dict) -> Call:
     _, outs = kernel.formals(attrs)
     shapes = {k: tuple(v.shape) for k, v in ort.items()}
-    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, layer=0)
+    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, 0, kernel.schemes(attrs))
 
 
 def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> dict[str, np.ndarray]:
@@ -98,19 +94,18 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def _pack(weight_names, values, schemes, group, tile_rows):
+def _pack(weight_names, values, schemes, tile_rows):
     """Every weight's handle, and the shard that holds them."""
     handles, blobs, at = {}, [], 0
     for name, v in values.items():
         if name in weight_names:
             scheme = schemes[weight_names.index(name)]
-            fmt = {"bf16": "bf16", "w8a8": "w8", "w4a16": "w4"}[scheme]
             shape = v.shape[-2:]
             bias = values.get(f"b{name[1:]}") if name[0] == "w" and name[1:].isdigit() else None
-            lay = TileLayout(fmt, shape[0], shape[1], tile_rows, group if fmt == "w4" else 0, bias is not None)
+            lay = TileLayout(scheme.format.name, shape[0], shape[1], tile_rows, scheme.group, bias is not None)
             experts = v.shape[0] if v.ndim == 3 else 0
-            blob = b"".join(pack_rows(lay, e, bias) for e in (v if experts else [v]))
-            handles[name] = Packed(name, at, lay, experts)
+            blob = b"".join(pack_rows(scheme, lay, e, bias) for e in (v if experts else [v]))
+            handles[name] = Packed(name, at, lay, scheme, experts)
         elif name in PLAIN:
             blob = pack_plain(v)
             handles[name] = Plain(name, at, v.shape)
@@ -123,13 +118,11 @@ def _pack(weight_names, values, schemes, group, tile_rows):
     return handles, shard
 
 
-def run_sim(
-    kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, group: int, mode: str, tile_rows: int = 32
-):
+def run_sim(kernel: Kernel, ex: Example, attrs: dict, values: dict, schemes, mode: str, tile_rows: int = 32):
     """The kernel's program alone on a machine; returns its outputs as f32."""
     target = load_target("calculet-1chip")
     weight_names = kernel.weights(attrs)
-    handles, shard = _pack(weight_names, values, schemes, group, tile_rows)
+    handles, shard = _pack(weight_names, values, schemes, tile_rows)
     x = next(v for k, v in values.items() if k in ("x", "q", "ids"))
     variant = Variant("decode" if x.shape[1] == 1 else "prefill", x.shape[0], x.shape[1])
     base = len(shard)

@@ -132,7 +132,10 @@ def _check_fields(p: _Program, part: ChipPart) -> None:
     p.refuse(r["tile"] >= len(Tile), "CALBIN_RECORD", "no such tile format", f"below {len(Tile)}", r["tile"])
     packed = (r["flags"] & Flag.PACKED) != 0
     p.refuse(
-        p.is_op(Op.GEMM) & packed & (r["tile"] == 0), "CALBIN_RECORD", "a packed operand needs a tile format", "1 to 3"
+        p.is_op(Op.GEMM) & packed & (r["tile"] == 0),
+        "CALBIN_RECORD",
+        "a packed operand needs a tile format",
+        f"1 to {len(Tile) - 1}",
     )
     p.refuse(
         (r["flags"] & ~np.uint16(_FLAGS)) != 0,
