@@ -56,6 +56,7 @@ def test_a_scheme_is_a_value_with_one_text() -> None:
         assert (s.zero_point, s.row_scaled) == (s.name == "w4z", s.format.per == "row")
     assert str(scheme("w4a16", 64)) == "w4a16/64"
     assert str(scheme("w8a8", 64)) == "w8a8"  # a recipe's group is of no concern to a scheme without
+    assert scheme("w4a8", 64) != scheme("w4a16", 64)
 
 
 @pytest.mark.parametrize(
