@@ -45,6 +45,7 @@ def test_every_scheme_file_is_registered() -> None:
         assert cls.__doc__ and cls.why
         assert (cls.gate > 0) == (name != "bf16")
     assert {f.tile for f in FORMATS.values()} == set(Tile) - {Tile.NONE}
+    assert {cls.format.name for cls in schemes().values()} == set(FORMATS)
 
 
 def test_a_scheme_is_a_value_with_one_text() -> None:
@@ -71,7 +72,7 @@ def test_schemes_that_do_not_exist() -> None:
     with pytest.raises(UnknownSchemeError, match="no scheme 'w2'"):
         scheme("w2")
     with pytest.raises(InternalError, match="no group size 48"):
-        scheme("w4a16", 48)
+        scheme("w4z", 48)
     with pytest.raises(ValueError, match="no such scheme"):
         known("w2")
     assert issubclass(UnknownSchemeError, InternalError)
