@@ -24,13 +24,13 @@ from calc.core import isa
 from calc.core.isa import Space
 from calc.core.opspec import Access, Func, Imm, ImmKind, OperandSpec
 from calc.core.optable import FUNCTIONS, SPECS
-from calc.core.packing import COLS_ALIGN, TILE_ALIGN, W4_GROUPS
+from calc.core.packing import COLS_ALIGN, GROUPS, TILE_ALIGN
+from calc.core.schemes import schemes
 from calc.core.target import TARGET_DIR, load_target, target_names
 from calc.kernels import registry
 from calc.kernels.base import Attr, Kernel
 from calc.passes import ladder
 from calc.passes.order import fusion_passes
-from calc.passes.quantize import schemes
 
 DOCS = ROOT / "docs"
 PART = re.compile(r"<!-- generated: (?P<name>[a-z-]+) -->\n(?P<body>.*?)<!-- end: (?P=name) -->", re.DOTALL)
@@ -273,18 +273,28 @@ def passes() -> str:
     return table((">", "pass", "anchor", "what it does", "file"), rows)
 
 
+def file_of(cls: type) -> str:
+    return f"`{Path(inspect.getfile(cls)).relative_to(ROOT)}`"
+
+
 def scheme_table() -> str:
-    rows = [(f"`{n}`", f"`{m.FORMAT}`", first_line(m), f"`calc/passes/quantize/{n}.py`") for n, m in schemes().items()]
-    groups = ", ".join(map(str, W4_GROUPS))
+    rows = [
+        (f"`{n}`", f"`{s.format.name}`", s.activations, first_line(s), f"{s.gate:g}: {s.why}", file_of(s))
+        for n, s in schemes().items()
+    ]
+    groups = ", ".join(map(str, GROUPS))
     tiles = f"columns padded to a multiple of {COLS_ALIGN}, tiles aligned to {TILE_ALIGN} bytes"
-    layout = f"\nPacked tiles: {tiles}, int4 groups of {groups}.\n"
-    return table(("scheme", "tile format", "what it is", "file"), rows) + layout
+    layout = f"\nPacked tiles: {tiles}, groups of {groups}.\n"
+    return (
+        table(("scheme", "tile format", "activations", "what it is", "gate of the quantized rung", "file"), rows)
+        + layout
+    )
 
 
 def gates() -> str:
-    quant = "; ".join(f"{n} {g:g}" for n, g in ladder.QUANT_GATES.items())
+    quant = "; ".join(f"{n} {s.gate:g}" for n, s in schemes().items() if s.gate)
     fp32 = f"{ladder.FP32_GATE:g} × max(1, largest value / {ladder.FP32_SCALE:g})"
-    noise = "what the bf16 rung measured, or the quantized rung with int8 activations"
+    noise = f"what the bf16 rung measured, or the quantized rung with int8 activations, at most {ladder.INT8_NOISE:g}"
     program = f"max({ladder.ORDER_FLOOR:g}, {ladder.ORDER_FACTOR:g} × {noise})"
     rows = [
         ("`exported`", "transformers FP32", "largest absolute difference", fp32, ladder.HINTS["exported"]),

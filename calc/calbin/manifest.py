@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
 
+from calc.core.packing import FORMATS
 from calc.core.roles import ModelType, RoleName
+from calc.core.schemes import known, schemes
 from calc.core.spec import Frozen, ModelSpec
 from calc.core.state import ITEMSIZE, Growth, StateDType
 
@@ -20,6 +22,20 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(gt=0, le=2**62)]
 Dims = Annotated[tuple[Count, ...], Field(max_length=8)]
 DTypeName = Literal["f32", "bf16", "i8", "i32", "u8"]
+
+SchemeName = Annotated[str, AfterValidator(known), WithJsonSchema({"type": "string", "enum": list(schemes())})]
+WEIGHT_FORMATS = ("f32", "rows_bf16", *FORMATS)
+
+
+def _known_format(name: str) -> str:
+    if name not in WEIGHT_FORMATS:
+        raise ValueError(f"no such format: one of {', '.join(WEIGHT_FORMATS)}")
+    return name
+
+
+WeightFormat = Annotated[
+    str, AfterValidator(_known_format), WithJsonSchema({"type": "string", "enum": list(WEIGHT_FORMATS)})
+]
 
 SectionKind = Literal["program", "weights", "golden", "tokenizer", "graph"]
 
@@ -85,15 +101,15 @@ class TensorDesc(Frozen):
 class WeightDesc(Frozen):
     """A weight in a chip's shard.
 
-    `format` bf16 / w8 / w4 are packed GEMM tiles (``docs/calbin.md``): `tile_rows` rows each, the last may be short.
-    `f32` and `rows_bf16` are plain row-major arrays. `sources` are the checkpoint tensors it was made from.
+    The formats of `calc.core.packing` are packed GEMM tiles (``docs/calbin.md``): `tile_rows` rows each, the last may
+    be short. `f32` and `rows_bf16` are plain row-major arrays. `sources` are the checkpoint tensors it was made from.
     """
 
     name: Name
     chip: Count
     offset: Count
     nbytes: Positive
-    format: Literal["f32", "rows_bf16", "bf16", "w8", "w4"]
+    format: WeightFormat
     shape: Dims
     padded_shape: Dims
     tile_rows: Count = 0
@@ -216,7 +232,7 @@ class QuantEntry(Frozen):
     """The scheme that was applied to one weight."""
 
     weight: Name
-    scheme: Literal["bf16", "w8a8", "w4a16"]
+    scheme: SchemeName
     group: Count = 0
     flushed: Count = 0
     saturated: Count = 0

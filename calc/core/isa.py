@@ -143,6 +143,7 @@ class Tile(IntEnum):
     BF16 = 1
     W8 = 2
     W4 = 3
+    W4Z = 4
 
 
 class Flag(IntEnum):

@@ -81,7 +81,51 @@ def quant_groups_int4(w: F32, group: int) -> tuple[NDArray[np.int8], NDArray[np.
     return codes.reshape(n, groups * group)[:, :k], scale
 
 
-def dequant_groups_int4(codes: NDArray[np.int8], scale: NDArray[np.generic], group: int) -> F32:
-    """``code * scale`` in FP32, exact; shapes as in `quant_groups_int4`."""
+def quant_groups_uint4(w: F32, group: int) -> tuple[NDArray[np.uint8], NDArray[np.generic], NDArray[np.uint8]]:
+    """Asymmetric 4 bits per group along the last axis, rounded to nearest. The last group may be short.
+
+    The range of a group is widened to hold 0, so that 0 is a code. ``scale = (max - min) / 15``, rounded to BF16;
+    ``zero = round(-min / scale)``; ``code = clip(round(w / scale) + zero, 0, 15)``. The value is
+    ``(code - zero) * scale``, exact in FP32.
+
+    Args:
+        w: [N, K].
+        group: values per scale along K.
+
+    Returns:
+        codes uint8 [N, K] in 0..15, scales bf16 [N, ceil(K / group)] and zero points uint8 of that shape in 0..15.
+    """
+    n, k = w.shape
+    groups = -(-k // group)
+    padded = np.zeros((n, groups * group), np.float32)
+    padded[:, :k] = w
+    blocks = padded.reshape(n, groups, group)
+    low, high = np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0)
+    # divided before the difference, which could be beyond FP32
+    span = high / np.float32(15) - low / np.float32(15)
+    scale = to_bf16(np.where(high == low, np.float32(1), np.maximum(span, MIN_NORMAL)))
+    s = scale.astype(np.float32)
+    zero = np.clip(np.rint(-low / s), 0, 15)
+    codes = np.clip(np.rint(blocks / s[..., None]) + zero[..., None], 0, 15).astype(np.uint8)
+    return codes.reshape(n, groups * group)[:, :k], scale, zero.astype(np.uint8)
+
+
+def dequant_groups(
+    codes: NDArray[np.generic], scale: NDArray[np.generic], zero: NDArray[np.uint8] | None, group: int
+) -> F32:
+    """``(code - zero) * scale`` in FP32, exact.
+
+    Args:
+        codes: [N, K], whole numbers.
+        scale: bf16 [N, ceil(K / group)].
+        zero: zero points of the scales' shape, None for symmetric codes.
+        group: values per scale along K.
+
+    Returns:
+        f32 [N, K].
+    """
     k = codes.shape[1]
-    return codes.astype(np.float32) * np.repeat(scale.astype(np.float32), group, axis=1)[:, :k]
+    whole = codes.astype(np.float32)
+    if zero is not None:
+        whole -= np.repeat(zero.astype(np.float32), group, axis=1)[:, :k]
+    return whole * np.repeat(scale.astype(np.float32), group, axis=1)[:, :k]

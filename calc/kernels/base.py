@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from calc.core.errors import InternalError
+from calc.core.schemes import Scheme, UnknownSchemeError, parse, scheme
 from calc.core.state import StateSpec
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
 
 Numerics = Literal["fp32", "npu"]
-Scheme = Literal["bf16", "w8a8", "w4a16"]
 Attr = int | float | str | tuple[str, ...]
 
 DOMAIN = "calc"
@@ -38,6 +38,7 @@ class Call:
         shapes: dimensions of every input and output, by value name.
         layer: decoder layer, None outside of the layers.
         chip: the chip that runs it.
+        schemes: the scheme of each matrix, by formal name.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Call:
     shapes: Mapping[str, tuple[int, ...]]
     layer: int | None = None
     chip: int = 0
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
 
     def shape(self, formal: str) -> tuple[int, ...]:
         """Dimensions of the input with that formal name."""
@@ -157,10 +159,18 @@ class Kernel(ABC):
             parts.append(f"{k}={'.'.join(v) if isinstance(v, tuple) else v}")
         return ",".join(parts)
 
-    def schemes(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
-        """The scheme of each weight; bf16 where the quantize pass has not run."""
-        value = attrs.get("schemes")
-        return value if isinstance(value, tuple) else ("bf16",) * len(self.weights(attrs))
+    def schemes(self, attrs: Mapping[str, Attr]) -> dict[str, Scheme]:
+        """The scheme of each matrix, by formal name; bf16 where none has been bound yet.
+
+        Raises:
+            UnknownSchemeError: the ``schemes`` attribute names one that does not exist, or not one per matrix.
+        """
+        names, value = self.weights(attrs), attrs.get("schemes")
+        if not isinstance(value, tuple):
+            return dict.fromkeys(names, scheme("bf16"))
+        if len(value) != len(names):
+            raise UnknownSchemeError(f"{len(value)} schemes for {len(names)} matrices")
+        return dict(zip(names, map(parse, value), strict=True))
 
 
 # -- pieces of ONNX text ---------------------------------------------------------------------------------------------
@@ -199,15 +209,25 @@ def int8_rows(x: str, dst: str) -> list[str]:
     ]
 
 
-def matmul(x: str, w: str, dst: str, scheme: str) -> str:
-    """``dst = x @ w.T`` under a weight scheme; for w8a8 `w` is int8 codes and ``<w>_scale`` their scales [N]."""
-    if scheme != "w8a8":
-        return f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})\n{dst} = MatMul({x}, {dst}_wt)"
+def matmul(x: str, w: str, dst: str, scheme: Scheme) -> str:
+    """``dst = x @ w.T`` under a weight's scheme.
+
+    Of a scheme with a scale per row, `w` is int8 codes and ``<w>_scale`` their scales [N]; else `w` is f32 values.
+    """
+    wt = f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})"
+    if scheme.activations == "bf16" and not scheme.row_scaled:
+        return f"{wt}\n{dst} = MatMul({x}, {dst}_wt)"
+    if scheme.activations == "bf16":
+        wide = f"{dst}_wf = Cast<to: int = 1>({dst}_wt)"
+        return f"{wt}\n{wide}\n{dst}_f = MatMul({x}, {dst}_wf)\n{dst} = Mul({dst}_f, {w}_scale)"
+    if not scheme.row_scaled:
+        lines = [*int8_rows(x, dst), wt, f"{dst}_f = MatMul({dst}_codes, {dst}_wt)", f"{dst} = Mul({dst}_f, {dst}_s)"]
+        return "\n".join(lines)
     return "\n".join(
         (
             *int8_rows(x, dst),
             f"{dst}_q = Cast<to: int = 3>({dst}_codes)",
-            f"{dst}_wt = Transpose<perm: ints = [1, 0]>({w})",
+            wt,
             f"{dst}_i = MatMulInteger({dst}_q, {dst}_wt)",
             f"{dst}_f = Cast<to: int = 1>({dst}_i)",
             f"{dst}_fa = Mul({dst}_f, {dst}_s)",
@@ -243,11 +263,11 @@ def activation_known(call: Call) -> str | None:
     return None if act in ACTIVATION_BODIES else f"activation {act}, not one of {', '.join(sorted(ACTIVATION_BODIES))}"
 
 
-def weight_formals(names: tuple[str, ...], schemes: tuple[str, ...]) -> tuple[str, ...]:
-    """Formal inputs of the weights: each name, followed by its scale under w8a8."""
+def weight_formals(schemes: Mapping[str, Scheme]) -> tuple[str, ...]:
+    """Formal inputs of the weights: each name, followed by its scales where the scheme has one per row."""
     out: list[str] = []
-    for n, s in zip(names, schemes, strict=True):
-        out.append(n)
-        if s == "w8a8":
-            out.append(f"{n}_scale")
+    for name, s in schemes.items():
+        out.append(name)
+        if s.row_scaled:
+            out.append(f"{name}_scale")
     return tuple(out)

@@ -256,7 +256,7 @@ class Emitter:
             rows: rows of `a`.
             a: bf16 or int8 [rows, K], steps (row, k).
             dst: [rows, N], steps (row, n); with `staged` it holds one tile at a time, [rows, tile_rows].
-            a_scale: f32 [rows], step (row,), for w8.
+            a_scale: f32 [rows], step (row,), where `a` is int8.
             addend: bf16 or f32 [rows, N], steps (row, n).
             expert: which expert's weight.
             staged: see `dst`.
@@ -310,8 +310,7 @@ class Emitter:
         self.op(Op.LOAD, Engine.WDMA, (nbytes,), flags=Flag.TILE, dst=to, a=src)
         self.op(Op.SIGNAL, Engine.WDMA, imm=(RING_FULL, 1))
         self.op(Op.WAIT, Engine.MAT, imm=(RING_FULL, 1))
-        fmt = {"bf16": Tile.BF16, "w8": Tile.W8, "w4": Tile.W4}[lay.fmt]
-        code = {Tile.BF16: DType.BF16, Tile.W8: DType.I8, Tile.W4: DType.U8}[fmt]
+        fmt, code = lay.format.tile, lay.format.dtype
         flags = Flag.PACKED | (Flag.BIAS if lay.bias else 0) | (Flag.ADDEND if addend is not None else 0)
 
         def columns(v: View) -> View:

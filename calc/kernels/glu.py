@@ -19,7 +19,7 @@ from calc.kernels.base import (
     store,
     weight_formals,
 )
-from calc.kernels.lowering import ACTIVATIONS
+from calc.kernels.lowering import ACTIVATIONS, MatrixRows
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering, Rows
@@ -36,16 +36,16 @@ class Glu(Kernel):
     constraints = (activation_known,)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ("x", *weight_formals(("gate", "up"), self.schemes(attrs))), ("h",)
+        return ("x", *weight_formals(self.schemes(attrs))), ("h",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("gate", "up")
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        gate, up = self.schemes(attrs)
+        schemes = self.schemes(attrs)
         lines = [
-            matmul("x", "gate", "g", gate),
-            matmul("x", "up", "u", up),
+            matmul("x", "gate", "g", schemes["gate"]),
+            matmul("x", "up", "u", schemes["up"]),
             activation(str(attrs["act"]), "g", "ga"),
             "gu = Mul(ga, u)",
             store("gu", "h", numerics),
@@ -88,9 +88,10 @@ def emit_glu(
     tile_rows = min(lay.tile_rows, lay.rows)
     g = low.scratch("gate", tile_rows, rows=rows)
     u = low.scratch("up", tile_rows, rows=rows)
-    quant: dict[int, tuple[View, View]] = {}
-    for ref in low.linear(gate, x, rows, g.view, quant=quant, expert=expert, staged=True):
-        em.packed_tile(up, rows.count, quant[0][0] if quant else x, u.view, ref, quant[0][1] if quant else None, expert)
+    operand = MatrixRows(low, x, rows, lay.cols)
+    for ref in low.linear(gate, operand, g.view, expert=expert, staged=True):
+        a, scale = operand.under(up.scheme)
+        em.packed_tile(up, rows.count, a, u.view, ref, scale, expert)
         em.vmap(ACTIVATIONS[act], (rows.count, ref.rows), g.view, g.view)
         off, terms = ref.columns(2)
         em.vmap(Fn.MUL, (rows.count, ref.rows), h.at(off, *terms), g.view, u.view)

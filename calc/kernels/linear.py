@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from calc.core.isa import DType
 from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, matmul, store, weight_formals
-from calc.kernels.lowering import drain
+from calc.kernels.lowering import MatrixRows, drain
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
-    from calc.kernels.program import View
 
 
 class Linear(Kernel):
@@ -28,7 +27,7 @@ class Linear(Kernel):
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         n = int(attrs["n"])  # type: ignore[arg-type]
         ins = ["x"]
-        ins += weight_formals(self.weights(attrs), self.schemes(attrs))
+        ins += weight_formals(self.schemes(attrs))
         ins += [f"b{i}" for i in range(n)] if attrs["bias"] else []
         ins += ["residual"] if attrs["add"] else []
         return tuple(ins), tuple(f"y{i}" for i in range(n))
@@ -38,7 +37,7 @@ class Linear(Kernel):
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         lines = []
-        for i, scheme in enumerate(self.schemes(attrs)):
+        for i, scheme in enumerate(self.schemes(attrs).values()):
             lines.append(matmul("x", f"w{i}", f"p{i}", scheme))
             out = f"p{i}"
             if attrs["bias"]:
@@ -56,12 +55,12 @@ class Linear(Kernel):
 
     def lower(self, low: Lowering, call: Call) -> None:
         x = low.act(call.inputs["x"])
-        quant: dict[int, tuple[View, View]] = {}
+        rows = MatrixRows(low, x.view, x.rows, x.width)
         addend = low.act(call.inputs["residual"]).view if call.attrs["add"] else None
         for formal, out in zip(self.weights(call.attrs), call.outputs, strict=True):
             w = low.packed(call, formal)
             y = low.new(out, w.layout.rows, x.rows, DType.F32 if call.attrs.get("partial") else DType.BF16)
-            drain(low.linear(w, x.view, x.rows, y.view, quant=quant, addend=addend))
+            drain(low.linear(w, rows, y.view, addend=addend))
 
     def examples(self) -> tuple[Example, ...]:
         one = {"n": 1, "bias": 0, "add": 0}

@@ -19,6 +19,7 @@ from calc.kernels.base import (
     softcap_positive,
     weight_formals,
 )
+from calc.kernels.lowering import MatrixRows
 from calc.kernels.program import View
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ class LmHead(Kernel):
     constraints: tuple[Constraint, ...] = (softcap_positive,)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ("x", *weight_formals(("w",), self.schemes(attrs))), ("logits",)
+        return ("x", *weight_formals(self.schemes(attrs))), ("logits",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("w",)
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
         cap = float(attrs["softcap"])  # type: ignore[arg-type]
-        lines = [matmul("x", "w", "z" if cap else "logits", self.schemes(attrs)[0])]
+        lines = [matmul("x", "w", "z" if cap else "logits", self.schemes(attrs)["w"])]
         if cap:
             lines += [
                 f"cap = Constant<value_float: float = {cap!r}>()",
@@ -65,7 +66,7 @@ class LmHead(Kernel):
         stage = low.scratch("logits", min(w.layout.tile_rows, vocab), DType.F32, x.rows)
         out = View(low.memory.io[LOGITS], DType.F32, (4 * vocab, 4))
         cap = call.float("softcap")
-        for ref in low.linear(w, x.view, x.rows, stage.view, staged=True):
+        for ref in low.linear(w, MatrixRows(low, x.view, x.rows, x.width), stage.view, staged=True):
             dims = (x.rows.count, ref.rows)
             if cap:
                 em.vmap(Fn.AFFINE, dims, stage.view, stage.view, f=(1.0 / cap, 0.0))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from calc.core.errors import InternalError
 from calc.core.isa import ITEMSIZE, Alu, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
+from calc.core.schemes import Scheme
 from calc.core.state import StateSpec
 from calc.core.variant import Variant
 from calc.kernels.base import Call
@@ -309,28 +310,17 @@ class Lowering:
     def linear(
         self,
         w: Packed,
-        x: View,
-        rows: Rows,
+        x: MatrixRows,
         dst: View,
         *,
-        quant: dict[int, tuple[View, View]] | None = None,
         addend: View | None = None,
         expert: Reg | None = None,
         staged: bool = False,
     ) -> Iterator[TileRef]:
-        """A packed weight applied to bf16 rows; quantizes the rows first where the weight is int8.
-
-        `quant` keeps the rows' codes, so that several weights share them.
-        """
-        a, scale = x, None
-        if w.layout.fmt == "w8":
-            cache = {} if quant is None else quant
-            if 0 not in cache:
-                cache[0] = self.quantized(x, rows, w.layout.cols, "x")
-            a, scale = cache[0]
-        yield from self.em.packed_gemm(
-            w, rows.count, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged
-        )
+        """A packed weight applied to rows, which are quantized first where the weight's scheme says so."""
+        a, scale = x.under(w.scheme)
+        count = x.rows.count
+        yield from self.em.packed_gemm(w, count, a, dst, a_scale=scale, addend=addend, expert=expert, staged=staged)
 
     def rope_table(self, call: Call, formal: str) -> Act:
         """The block's rows of a RoPE table, f32 [rows, R / 2]; loaded once per block."""
@@ -349,6 +339,34 @@ class Lowering:
                     em.load(table.view.at(b * table.row_bytes), src.at(0, (self.position(b), row)), (rows, half))
             tables[name] = table
         return tables[name]
+
+
+class MatrixRows:
+    """Rows that go into matrix products: BF16 as they lie in memory, int8 codes once a scheme asks for them.
+
+    Weights of one input share the codes.
+
+    Args:
+        low: where the quantization is written.
+        view: bf16, steps (row, column).
+        rows: how many rows.
+        width: number of columns.
+    """
+
+    def __init__(self, low: Lowering, view: View, rows: Rows, width: int) -> None:
+        self.low = low
+        self.view = view
+        self.rows = rows
+        self.width = width
+        self._codes: tuple[View, View] | None = None
+
+    def under(self, scheme: Scheme) -> tuple[View, View | None]:
+        """The operand a weight of this scheme takes, and its scale per row if it is int8."""
+        if scheme.activations == "bf16":
+            return self.view, None
+        if self._codes is None:
+            self._codes = self.low.quantized(self.view, self.rows, self.width, "x")
+        return self._codes
 
 
 def drain(tiles: Iterator[TileRef]) -> None:

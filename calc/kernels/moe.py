@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
+from calc.core.schemes import Scheme
 from calc.kernels.base import (
     Attr,
     Call,
@@ -22,7 +23,7 @@ from calc.kernels.base import (
     weight_formals,
 )
 from calc.kernels.glu import emit_glu
-from calc.kernels.lowering import Act, Rows, drain
+from calc.kernels.lowering import Act, MatrixRows, Rows, drain
 from calc.kernels.program import Reg, View, dense
 
 if TYPE_CHECKING:
@@ -51,14 +52,14 @@ class Moe(Kernel):
     constraints: tuple[Constraint, ...] = (top_k_fits, activation_known)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        ins = ("x", *weight_formals(self.weights(attrs), self.schemes(attrs)))
+        ins = ("x", *weight_formals(self.schemes(attrs)))
         return (*ins, *(("residual",) if attrs["add"] else ())), ("y",)
 
     def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         return ("router", "gate", "up", "down")
 
     def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        schemes = dict(zip(self.weights(attrs), self.schemes(attrs), strict=True))
+        schemes = self.schemes(attrs)
         lines = [
             f"flat_shape = Constant<value_ints: ints = [-1, {attrs['hidden']}]>()",
             "t = Reshape(x, flat_shape)",
@@ -122,11 +123,25 @@ class Moe(Kernel):
         )
 
 
-def _batched(x: str, w: str, dst: str, scheme: str) -> list[str]:
-    """``dst[e] = x[e] @ w[e].T`` for all experts at once; w8a8 quantizes the rows of x."""
+def _batched(x: str, w: str, dst: str, scheme: Scheme) -> list[str]:
+    """``dst[e] = x[e] @ w[e].T`` for all experts at once; see `matmul`."""
     lines = [f"{dst}_wt = Transpose<perm: ints = [0, 2, 1]>({w})"]
-    if scheme != "w8a8":
+    scales = [
+        f"{dst}_mid = Constant<value_ints: ints = [1]>()",
+        f"{dst}_ws = Unsqueeze({w}_scale, {dst}_mid)",
+    ]
+    if scheme.activations == "bf16" and not scheme.row_scaled:
         return [*lines, f"{dst} = MatMul({x}, {dst}_wt)"]
+    if scheme.activations == "bf16":
+        wide = f"{dst}_wf = Cast<to: int = 1>({dst}_wt)"
+        return [*lines, wide, f"{dst}_f = MatMul({x}, {dst}_wf)", *scales, f"{dst} = Mul({dst}_f, {dst}_ws)"]
+    if not scheme.row_scaled:
+        return [
+            *int8_rows(x, dst),
+            *lines,
+            f"{dst}_f = MatMul({dst}_codes, {dst}_wt)",
+            f"{dst} = Mul({dst}_f, {dst}_s)",
+        ]
     return [
         *int8_rows(x, dst),
         f"{dst}_qd = Cast<to: int = 11>({dst}_codes)",
@@ -135,8 +150,7 @@ def _batched(x: str, w: str, dst: str, scheme: str) -> list[str]:
         f"{dst}_id = MatMul({dst}_qd, {dst}_wd)",
         f"{dst}_f = Cast<to: int = 1>({dst}_id)",
         f"{dst}_fa = Mul({dst}_f, {dst}_s)",
-        f"{dst}_mid = Constant<value_ints: ints = [1]>()",
-        f"{dst}_ws = Unsqueeze({w}_scale, {dst}_mid)",
+        *scales,
         f"{dst} = Mul({dst}_fa, {dst}_ws)",
     ]
 
@@ -147,7 +161,7 @@ def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
     experts = w.layout.rows
     count, limit = x.rows.count, x.rows.limit
     z = low.scratch("router", experts, rows=x.rows)
-    drain(low.linear(w, x.view, x.rows, z.view))
+    drain(low.linear(w, MatrixRows(low, x.view, x.rows, x.width), z.view))
     stat = em.sram("router_stat", 4 * limit)
     sv = View(stat, DType.F32, (4,))
     dims, wide = (count, experts), sv.stepped(4, 0)
@@ -168,7 +182,7 @@ def _expert(low: Lowering, call: Call, x: View, h: Act, out: Act, expert: Reg) -
     """One expert's GLU and down projection: out f32 [rows, H]."""
     gate, up, down = (low.packed(call, n) for n in ("gate", "up", "down"))
     emit_glu(low, gate, up, x, h.rows, h.view, call.str("act"), expert)
-    drain(low.linear(down, h.view, h.rows, out.view, expert=expert))
+    drain(low.linear(down, MatrixRows(low, h.view, h.rows, h.width), out.view, expert=expert))
 
 
 def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:

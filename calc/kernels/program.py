@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from calc.core.isa import ITEMSIZE, DType, Engine, Op, Space, Tile
 from calc.core.optable import spec_of
 from calc.core.packing import TileLayout
+from calc.core.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Packed:
     name: str
     offset: int
     layout: TileLayout
+    scheme: Scheme
     experts: int = 0
 
     @property

@@ -56,7 +56,8 @@ from calc.passes.finite import Finite
 from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder
 from calc.passes.ladder_run import LadderRun
 from calc.passes.lower import Lowered, io_buffers, widths
-from calc.passes.place import Check, Placed, Placement, shard_pieces
+from calc.passes.pack import Check, Placed, shard_pieces
+from calc.passes.place import Placement
 from calc.passes.stages import Programs
 
 RUNTIME_MIN = (1, 0)
@@ -102,7 +103,7 @@ class _Losses:
 
     def checker(self, item: Placed) -> Check:
         """A check for one weight's rows."""
-        rounds = item.scheme == "bf16" and isinstance(item.handle, Packed)
+        rounds = isinstance(item.handle, Packed) and item.handle.scheme.name == "bf16"
 
         def check(source: str, rows: NDArray[np.float32], *, matrix: bool) -> None:
             if self.finite.check(source, rows) and rounds and matrix:
@@ -263,18 +264,17 @@ def _manifest(
         ShardDesc(chip=chip, section=f"weights.{chip}", dram_offset=0, nbytes=m.shard_bytes)
         for chip, m in p.chips.items()
     )
-    schemes = {
-        item.handle.name: item for items in p.weights.values() for item in items if isinstance(item.handle, Packed)
-    }
+    # a weight on several chips has one entry
+    packed = {h.name: (h, i) for items in p.weights.values() for i in items if isinstance(h := i.handle, Packed)}
     quant = tuple(
         QuantEntry(
             weight=n,
-            scheme=i.scheme,
-            group=i.handle.layout.group if isinstance(i.handle, Packed) else 0,
+            scheme=h.scheme.name,
+            group=h.scheme.group,
             flushed=losses.of(i).flushed,
             saturated=losses.of(i).saturated,
         )
-        for n, i in schemes.items()
+        for n, (h, i) in packed.items()
     )
     golden = None
     if c.golden is not None:

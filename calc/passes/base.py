@@ -10,8 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from calc.core.errors import InternalError
+from calc.core.schemes import Scheme
 from calc.core.tensors import TensorRef
-from calc.kernels.base import DOMAIN, Attr, Scheme
+from calc.kernels.base import DOMAIN, Attr
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,13 @@ class Graph:
         model: the ONNX graph; weights are initializers without data.
         weights: initializer name to lazy reference.
         parts: for a value that is a chip's part of a state, which part.
-        schemes: weight name to quantization scheme (the quantize pass fills it).
-        groups: weight name to group size, for w4a16.
+        schemes: weight name to quantization scheme, once it has been chosen.
     """
 
     model: ir.Model
     weights: dict[str, TensorRef]
     parts: dict[str, StatePart] = field(default_factory=dict)
     schemes: dict[str, Scheme] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
 
     def weight(self, value: ir.Value | None) -> TensorRef | None:
         """The reference behind a value, if it is a weight."""

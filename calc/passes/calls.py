@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
 from calc.core.errors import ModelError, Problem, Problems, UnsupportedError
+from calc.core.schemes import Scheme, UnknownSchemeError
 from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Call, Kernel, Numerics
@@ -75,8 +76,11 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
     values = [v for v in node.inputs if v is not None]
     try:
         formals, outs = kernel.formals(attrs)
+        schemes = kernel.schemes(attrs)
     except KeyError as e:
         raise _not_a_call(node, "an attribute is missing", expected=str(e)) from e
+    except UnknownSchemeError as e:
+        raise _not_a_call(node, str(e), expected="schemes of docs/quantization.md") from e
     if (len(formals), len(outs)) != (len(values), len(node.outputs)):
         raise _not_a_call(
             node,
@@ -96,6 +100,7 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
         shapes,
         None if layer is None else int(layer),
         int(node.metadata_props.get("calc.chip", "0")),
+        schemes,
     )
 
 
@@ -125,8 +130,13 @@ def bind_functions(g: Graph, numerics: Numerics) -> None:
     model.opset_imports[""] = max(model.opset_imports.get("", OPSET), OPSET)
 
 
-def bind_schemes(g: Graph) -> None:
-    """Write each weight's scheme into its nodes; int8 weights get their scales as a further input."""
+def bind_schemes(g: Graph, schemes: Mapping[str, Scheme]) -> None:
+    """Write each weight's scheme into its nodes; where rows have scales, they become a further input.
+
+    Args:
+        g: the fused graph.
+        schemes: by weight name.
+    """
     kernels = registry()
     for node in list(g.model.graph):
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
@@ -138,18 +148,19 @@ def bind_schemes(g: Graph) -> None:
             continue
         formals, _ = kernel.formals(attrs)
         values = dict(zip(formals, [v for v in node.inputs if v is not None], strict=True))
-        schemes = tuple(g.schemes.get(values[n].name or "?", "bf16") for n in names)
-        for n, s in zip(names, schemes, strict=True):
-            if s == "w8a8":
+        chosen = {n: schemes[values[n].name or "?"] for n in names}
+        for n, s in chosen.items():
+            if s.row_scaled:
                 w = values[n]
                 shape = dims(w)
                 values[f"{n}_scale"] = new_weight(
                     g, f"{w.name}/scale", ShapeOnlyTensor(shape[:-1], "f32", (w.name or "?",))
                 )
-        attrs["schemes"] = schemes
+        texts = tuple(map(str, chosen.values()))
+        attrs["schemes"] = texts
         new_formals, _ = kernel.formals(attrs)
         for i in range(len(node.inputs), len(new_formals)):
             node.resize_inputs(i + 1)
         for i, f in enumerate(new_formals):
             node.replace_input_with(i, values[f])
-        node.attributes.add(ir.AttrStrings("schemes", list(schemes)))
+        node.attributes.add(ir.AttrStrings("schemes", list(texts)))

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from calc.calbin.manifest import Rung
 from calc.core.errors import InternalError, Problem, Problems, VerificationError
 from calc.core.metrics import max_abs, rel_rms
+from calc.core.schemes import Scheme, scheme
 from calc.core.tensors import TensorRef
 from calc.core.variant import Variant
-from calc.kernels.base import Scheme
 from calc.passes.execute import ReplayCall, Replayed
-from calc.passes.quantize import schemes as scheme_registry
 
 F32 = NDArray[np.float32]
 RungName = Literal["exported", "fused", "bf16", "quantized", "program"]
@@ -44,11 +43,6 @@ BF16_GATE = 3 * 2.0**-8
 random walk. Measured over that root: 0.0033 on SmolLM2 (30 layers), 0.0015 on the tiny model (4), up to 0.0077 on
 random weights (2)."""
 
-QUANT_GATES = {"w8a8": 0.35, "w4a16": 1.0}
-"""Relative RMS of the quantized rung against bf16, by the coarsest scheme in use: what rounding to nearest may lose.
-Measured: w8a8 0.012 on the tiny model and 0.18 on SmolLM2, whose activations have outliers; w4a16 0.07 and 0.79. At 1
-nothing of the model is left. So this gate is loose; a wrong scale is found before it, by `check_steps`."""
-
 STEP_SLACK = 1.01
 """Rounding to nearest is wrong by half a step at most; this much more is left to FP32."""
 
@@ -56,7 +50,12 @@ ORDER_FACTOR, ORDER_FLOOR = 2.0, 1e-3
 """Two executors of one numerics contract differ by the order of FP32 sums. Where that crosses a BF16 rounding boundary
 the difference becomes one BF16 step (or one int8 step of an activation), and over many layers both runs end up as far
 from each other as rounding the activations took each from FP32. So the program's gate is this factor times what the
-bf16 rung measured on the same model, or the quantized rung where activations are int8; at least the floor."""
+bf16 rung measured on the same model, or the quantized rung (up to `INT8_NOISE`) where activations are int8; at least
+the floor."""
+
+INT8_NOISE = 0.35
+"""What int8 activations may cost at most, relative RMS: w8a8's gate. A quantized rung that lost more lost it to its
+weights, which are the same in both executors."""
 
 WHY = {
     "bf16": "BF16 keeps 8 bits of every stored value",
@@ -143,11 +142,16 @@ def _fp32_gate(want: Sequence[F32]) -> float:
 
 @dataclass
 class Ladder:
-    """Climbs the rungs and keeps what each gave."""
+    """Climbs the rungs and keeps what each gave.
+
+    Attributes:
+        rungs: those climbed.
+        schemes: those in use, once weights are quantized.
+        results: what each rung gave.
+    """
 
     rungs: list[Rung] = field(default_factory=list)
-    quant_gate: float = max(QUANT_GATES.values())
-    int8_activations: bool = False
+    schemes: frozenset[Scheme] = frozenset()
     results: dict[str, Replayed] = field(default_factory=dict)
 
     def start(self, name: str, result: Replayed) -> None:
@@ -180,7 +184,7 @@ class Ladder:
         else:
             metric = "rel_rms"
             logits, kvs = rel_rms([result.logits], [want.logits]), rel_rms(kv, kv_want)
-            gate = BF16_GATE * len(want.keys) ** 0.5 if name == "bf16" else self.quant_gate
+            gate = BF16_GATE * len(want.keys) ** 0.5 if name == "bf16" else max(s.gate for s in self.schemes)
             gates, why = (gate, gate), WHY[name]
         rung = Rung(
             name=name,
@@ -198,8 +202,12 @@ class Ladder:
 
     def finish(self, reference: str) -> None:
         """Add the last rung, which `calc verify` climbs."""
-        measured = next(r for r in self.rungs if r.name == (reference if self.int8_activations else "bf16"))
-        gate_logits, gate_kv = (max(ORDER_FLOOR, ORDER_FACTOR * (x or 0.0)) for x in (measured.logits, measured.kv))
+        coarser = any(s.activations == "int8" for s in self.schemes)
+        measured = next(r for r in self.rungs if r.name == (reference if coarser else "bf16"))
+        noise = INT8_NOISE if coarser else float("inf")
+        gate_logits, gate_kv = (
+            max(ORDER_FLOOR, ORDER_FACTOR * min(x or 0.0, noise)) for x in (measured.logits, measured.kv)
+        )
         why = WHY["program"]
         self.rungs.append(
             Rung(
@@ -217,39 +225,31 @@ class Ladder:
 
 
 def check_steps(
-    name: str, w: F32, values: NDArray[np.generic], scale: F32 | None, scheme: str, group: int, problems: Problems
+    name: str, w: F32, values: NDArray[np.generic], scale: F32 | None, scheme: Scheme, problems: Problems
 ) -> None:
     """Every quantized value is within half a step of the weight it stands for: a closed form, whatever made it.
 
-    The step is the largest magnitude of the row (w8a8) or the group (w4a16) over 127 or 7; an int4 scale is rounded
-    to BF16 besides, which moves a value by up to 2^-9 of that magnitude. A swapped scale, a wrong zero point or a
-    wrong grouping breaks this.
+    A swapped scale, a wrong zero point or a wrong grouping breaks this.
 
     Args:
         name: the weight, for the report.
         w: [..., K] as in the checkpoint.
-        values: codes (w8a8) or dequantized values (w4a16), of the same shape.
-        scale: [...] for w8a8.
-        scheme: w8a8 or w4a16.
-        group: int4 group size.
+        values: codes, or dequantized values if there is no scale, of the same shape.
+        scale: [...], or None.
+        scheme: of the weight; its `bound` is the half step.
         problems: receives LADDER_QUANTIZED.
     """
     flat = w.reshape(-1, w.shape[-1])
     got = np.asarray(values, np.float32).reshape(flat.shape)
-    if scheme == "w8a8":
-        assert scale is not None
+    if scale is not None:
         got = got * scale.reshape(-1, 1)
-        bound = np.abs(flat).max(axis=1, keepdims=True) * (0.5 / 127)
-    else:
-        starts = np.arange(0, flat.shape[1], group)
-        amax = np.maximum.reduceat(np.abs(flat), starts, axis=1)
-        bound = np.repeat(amax * (0.5 / 7 + 2.0**-9), group, axis=1)[:, : flat.shape[1]]
+    bound = scheme.bound(flat)
     off = np.abs(got - flat) > bound * STEP_SLACK + np.finfo(np.float32).tiny
     if off.any():
         problems.add(
             "LADDER_QUANTIZED",
             name,
-            f"{int(off.sum())} of {off.size} {scheme} values are more than half a step from the weight",
+            f"{int(off.sum())} of {off.size} {scheme.name} values are more than half a step from the weight",
             expected=f"<= {float(bound.max()):.3g}",
             got=f"{float(np.abs(got - flat).max()):.3g}",
             hint="a scale is wrong or belongs to another channel",
@@ -294,7 +294,6 @@ class Weights:
 
     refs: Mapping[str, TensorRef]
     schemes: Mapping[str, Scheme]
-    groups: Mapping[str, int]
 
     def raw(self, name: str) -> NDArray[np.generic]:
         """As stored in the checkpoint."""
@@ -306,15 +305,20 @@ class Weights:
 
     def bf16(self, name: str) -> NDArray[np.generic]:
         """Matrices rounded to BF16, in FP32; everything else in FP32."""
-        return self._values(name, "bf16" if name in self.schemes else None)[0]
+        return self._values(name, scheme("bf16") if name in self.schemes else None)[0]
 
     def quantized(self, name: str) -> NDArray[np.generic]:
-        """Under each weight's scheme; ``<name>/scale`` gives the scales of int8 weights."""
+        """Under each weight's scheme; ``<name>/scale`` gives the scales of its rows.
+
+        Raises:
+            InternalError: its scheme has none.
+        """
         base = name.removesuffix("/scale")
         values, scale = self._values(base, self.schemes.get(base))
-        if name is base or name == base:
+        if name == base:
             return values
-        assert scale is not None
+        if scale is None:
+            raise InternalError(f"{name}: the scheme of {base} has no scale per row")
         return scale
 
     def check_steps(self) -> None:
@@ -324,16 +328,15 @@ class Weights:
             VerificationError: LADDER_QUANTIZED for each weight that is not its checkpoint rounded to nearest.
         """
         problems = Problems()
-        for name, scheme in self.schemes.items():
-            if scheme != "bf16":
+        for name, chosen in self.schemes.items():
+            if chosen.name != "bf16":
                 w = self.refs[name].read().astype(np.float32)
-                group = self.groups.get(name, 0)
-                check_steps(name, w, *self._values(name, scheme), scheme, group, problems)
+                check_steps(name, w, *self._values(name, chosen), chosen, problems)
         problems.raise_if_any(VerificationError)
 
-    def _values(self, name: str, scheme: str | None) -> tuple[NDArray[np.generic], F32 | None]:
+    def _values(self, name: str, chosen: Scheme | None) -> tuple[NDArray[np.generic], F32 | None]:
         w = self.refs[name].read().astype(np.float32)
-        if scheme is None:
+        if chosen is None:
             return w, None
-        values, scale = scheme_registry()[scheme].ort_values(w.reshape(-1, w.shape[-1]), self.groups.get(name, 0))
+        values, scale = chosen.ort_values(w.reshape(-1, w.shape[-1]))
         return values.reshape(w.shape), None if scale is None else scale.reshape(w.shape[:-1])

@@ -13,17 +13,16 @@ from calc.core.errors import Problem, VerificationError
 from calc.core.metrics import max_abs
 from calc.core.options import Progress
 from calc.core.roles import ROLES
+from calc.core.schemes import Scheme
 from calc.core.variant import Variant
-from calc.kernels.base import Scheme
 from calc.passes.base import Graph, Watcher
 from calc.passes.calls import bind_functions
 from calc.passes.execute import Provider, Replayed, replay
 from calc.passes.finite import Finite
-from calc.passes.ladder import DECODE_STEPS, QUANT_GATES, GoldenPlan, Ladder, Weights
+from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder, Weights
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]
-Groups = Mapping[str, int]
 
 
 @dataclass
@@ -44,7 +43,7 @@ class LadderRun(Watcher):
         """The variants that the replay runs through."""
         return tuple(v for v in (self.prefill, self.decode) if v is not None)
 
-    def replay(self, values: Values, schemes: Schemes, groups: Groups, stage: str, progress: Progress) -> Replayed:
+    def replay(self, values: Values, schemes: Schemes, stage: str, progress: Progress) -> Replayed:
         """Run the golden tokens through the graphs as they are now.
 
         Raises:
@@ -55,7 +54,7 @@ class LadderRun(Watcher):
         graphs = {v.name: self.graphs[v] for v in self.variants}
         count = iter(range(1 << 30))
         finite = Finite()
-        provider = self._provider(values, schemes, groups)
+        provider = self._provider(values, schemes)
         result = replay(
             graphs,
             _checked(provider, finite) if values == "raw" else provider,
@@ -66,9 +65,9 @@ class LadderRun(Watcher):
         return replace(result, logits=result.logits[-DECODE_STEPS - 1 :])
 
     @staticmethod
-    def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
+    def _provider(values: Values, schemes: Schemes) -> Provider:
         def get(graph: Graph, name: str) -> NDArray[np.generic]:
-            weights = Weights(graph.weights, schemes, groups)
+            weights = Weights(graph.weights, schemes)
             read = {"raw": weights.raw, "fp32": weights.fp32, "bf16": weights.bf16, "quantized": weights.quantized}
             return read[values](name)
 
@@ -112,34 +111,33 @@ class LadderRun(Watcher):
         """The replay's first prefill or decode call, without a past."""
         several = ROLES[v.role].several
         call = self.plan.calls(v if several else None, None if several else v)[0]
-        return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}), [replace(call, past=0)])
+        return replay({v.name: self.graphs[v]}, self._provider(values, {}), [replace(call, past=0)])
 
     def check_fused(self, progress: Progress) -> None:
         """Rung fused: the fusions computed in FP32."""
         for v in self.variants:
             bind_functions(self.graphs[v], "fp32")
-        self.ladder.climb("fused", "exported", self.replay("fp32", {}, {}, "fused graph", progress))
+        self.ladder.climb("fused", "exported", self.replay("fp32", {}, "fused graph", progress))
 
     def check_bf16(self, progress: Progress) -> None:
         """Rung bf16: the partitioned graph with the NPU's roundings."""
         for v in self.variants:
             bind_functions(self.graphs[v], "npu")
         g = self.graphs[self.variants[0]]
-        self.ladder.climb("bf16", "fused", self.replay("bf16", g.schemes, g.groups, "bf16", progress))
+        self.ladder.climb("bf16", "fused", self.replay("bf16", g.schemes, "bf16", progress))
 
     def check_quantized(self, progress: Progress) -> None:
         """Rung quantized, where anything is; then the program's rung, which `calc verify` climbs."""
         last = "bf16"
         g = self.graphs[self.variants[0]]
-        schemes, groups = g.schemes, g.groups
-        if set(schemes.values()) != {"bf16"}:
+        schemes = g.schemes
+        if {s.name for s in schemes.values()} != {"bf16"}:
             for v in self.variants:
                 bind_functions(self.graphs[v], "npu")
-            Weights(g.weights, schemes, groups).check_steps()
-            self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
-            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
+            Weights(g.weights, schemes).check_steps()
+            self.ladder.schemes = frozenset(schemes.values())
+            self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, "quantized", progress))
             last = "quantized"
-            self.ladder.int8_activations = "w8a8" in schemes.values()
         self.ladder.finish(last)
 
 

@@ -7,50 +7,28 @@ target's alignment divides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from calc.core.errors import CapacityError, Problem
 from calc.core.isa import Space
 from calc.core.packing import TileLayout, align
+from calc.core.schemes import Scheme
 from calc.core.spec import ModelSpec
 from calc.core.state import ROW_MULTIPLE
 from calc.core.target import PLACED, Target
-from calc.core.tensors import RowsTensor, SelectTensor, StackTensor, TensorRef
+from calc.core.tensors import RowsTensor
 from calc.core.variant import Variant
 from calc.kernels import registry
-from calc.kernels.base import Call, Scheme
+from calc.kernels.base import Call
 from calc.kernels.lowering import ChipMemory, StateBuffer
 from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.base import Graph, StatePart
 from calc.passes.lower import KV_TILE, io_buffers
-from calc.passes.pack import pack_plain, pack_tile
-from calc.passes.quantize import schemes as scheme_registry
+from calc.passes.pack import Placed
 
 PAGE = 4096
 """Bytes on multiples of which a shard and the whole of a chip's memory end: the file's section alignment."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A weight in a shard and where its bytes come from."""
-
-    handle: Packed | Plain
-    scheme: Scheme
-    ref: TensorRef
-    bias: TensorRef | None
-
-    def experts(self) -> Sequence[TensorRef]:
-        """The 2-D weights to pack, one after another."""
-        if isinstance(self.handle, Plain) or not self.handle.experts:
-            return (self.ref,)
-        if isinstance(self.ref, StackTensor):
-            return self.ref.parts
-        return tuple(SelectTensor(self.ref, e) for e in range(self.handle.experts))
 
 
 @dataclass(frozen=True)
@@ -76,18 +54,18 @@ class Placement:
     slots: int
 
 
-def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: Target, offset: int) -> Packed:
+def weight_handle(call: Call, formal: str, scheme: Scheme, target: Target, offset: int) -> Packed:
     """How a matrix weight is packed: as few tiles as the ring's slot allows, rows a multiple of the target's lanes."""
     shape = call.shape(formal)
-    fmt = scheme_registry()[scheme].FORMAT
+    fmt, group = scheme.format.name, scheme.group
     rows, cols = shape[-2:]
     bias = call.op == "Linear" and bool(call.attrs["bias"])
     multiple, limit = int(target.tiling.row_multiple.value), int(target.tiling.weight_tile.value)
-    full = TileLayout(fmt, rows, cols, rows, group, bias)  # type: ignore[arg-type]
+    full = TileLayout(fmt, rows, cols, rows, group, bias)
     count = -(-full.nbytes // limit)
     while True:
         tile_rows = align(-(-rows // count), multiple)
-        lay = TileLayout(fmt, rows, cols, tile_rows, group, bias)  # type: ignore[arg-type]
+        lay = TileLayout(fmt, rows, cols, tile_rows, group, bias)
         if lay.tile_bytes(min(tile_rows, rows)) <= limit:
             break
         if tile_rows == multiple:
@@ -102,7 +80,7 @@ def weight_handle(call: Call, formal: str, scheme: Scheme, group: int, target: T
                 )
             )
         count += 1
-    return Packed(call.inputs[formal], offset, lay, shape[0] if len(shape) == 3 else 0)
+    return Packed(call.inputs[formal], offset, lay, scheme, shape[0] if len(shape) == 3 else 0)
 
 
 def place(
@@ -245,9 +223,8 @@ def weight_bytes(calls: Sequence[Call], g: Graph, target: Target) -> dict[str, i
     for call in calls:
         for formal in registry()[call.op].weights(call.attrs):
             name = call.inputs[formal]
-            scheme, group = g.schemes.get(name, "bf16"), g.groups.get(name, 0)
             try:
-                out[name] = weight_handle(call, formal, scheme, group, target, 0).nbytes
+                out[name] = weight_handle(call, formal, g.schemes[name], target, 0).nbytes
             except CapacityError as e:
                 problems[name] = e.problems[0]
     if problems:
@@ -265,69 +242,16 @@ def _weights_of(
         if name in have or any(p.handle.name == name for p in out):
             continue
         if formal in matrices:
-            scheme = g.schemes.get(name, "bf16")
-            handle = weight_handle(call, formal, scheme, g.groups.get(name, 0), target, at)
+            handle = weight_handle(call, formal, call.schemes[formal], target, at)
             bias = g.weights[call.inputs[f"b{formal[1:]}"]] if handle.layout.bias else None
-            out.append(Placed(handle, scheme, g.weights[name], bias))
+            out.append(Placed(handle, g.weights[name], bias))
         elif formal in vectors:
             ref = g.weights[name]
             if formal in ("cos", "sin"):
                 # tables are exported long enough for a padded bucket; the NPU reads valid positions only
                 ref = RowsTensor(ref, 0, min(max_seq_len, ref.shape[0]))
-            out.append(Placed(Plain(name, at, ref.shape), "bf16", ref, None))
+            out.append(Placed(Plain(name, at, ref.shape), ref, None))
         else:
             continue
         at = align(out[-1].handle.offset + out[-1].handle.nbytes, PLACED)
     return out
-
-
-class Check(Protocol):
-    """Told each piece of a weight before it is packed; `matrix` is false for what stays f32 (norms, tables, biases)."""
-
-    def __call__(self, source: str, rows: NDArray[np.float32], *, matrix: bool) -> None:
-        """`source` names the checkpoint tensors the rows come from."""
-
-
-def shard_pieces(item: Placed, check: Check) -> list[Callable[[], bytes]]:
-    """The weight's bytes as independent jobs, in order; each reads its rows, checks them and packs them.
-
-    Args:
-        item: the weight.
-        check: called with the rows about to be packed.
-    """
-    if isinstance(item.handle, Plain):
-        handle = item.handle
-
-        def plain() -> bytes:
-            data = _f32(item.ref.read())
-            check(_source(item.ref, handle.name), data, matrix=False)
-            return pack_plain(data)
-
-        return [plain]
-    lay = item.handle.layout
-    return [_tile_job(item, ref, lay, t, check) for ref in item.experts() for t in range(lay.tiles)]
-
-
-def _source(ref: TensorRef, name: str) -> str:
-    return ", ".join(ref.sources) or name
-
-
-def _f32(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # beyond the range of FP32: the check finds the infinity
-        return values.astype(np.float32)
-
-
-def _tile_job(item: Placed, ref: TensorRef, lay: TileLayout, t: int, check: Check) -> Callable[[], bytes]:
-    def run() -> bytes:
-        a = t * lay.tile_rows
-        b = a + lay.rows_of(t)
-        rows = _f32(ref.rows(a, b))
-        check(_source(ref, item.handle.name), rows, matrix=True)
-        bias = None
-        if item.bias is not None:
-            bias = _f32(item.bias.rows(a, b))
-            check(_source(item.bias, f"{item.handle.name}/bias"), bias, matrix=False)
-        with np.errstate(invalid="ignore", over="ignore"):  # nobody will see the tile of a weight that is not finite
-            return pack_tile(lay, rows, bias)
-
-    return run

@@ -3,7 +3,7 @@
 A recipe is a scheme's name or a TOML file::
 
     default = "w4a16"
-    group = 64                       # values per int4 scale along K: 32, 64 or 128
+    group = 64                       # values along K that share a scale: 32, 64 or 128
 
     [[override]]
     match = "*.self_attn.*"          # shell pattern on the weight's name; the last match wins
@@ -19,16 +19,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from calc.core.errors import Problem, Problems, UsageError
+from calc.core.schemes import Scheme, known, scheme, schemes
 from calc.core.spec import Frozen
 from calc.kernels import registry
-from calc.kernels.base import Call, Scheme
+from calc.kernels.base import Call
 
-Name = Literal["bf16", "w8a8", "w4a16"]
+Name = Annotated[str, AfterValidator(known)]
 Group = Literal[32, 64, 128]
 
 
@@ -54,12 +55,14 @@ def load_recipe(text: str) -> Recipe:
     Raises:
         UsageError: RECIPE_UNKNOWN, RECIPE_INVALID (one problem per field).
     """
-    if text in get_args(Name):
+    if text in schemes():
         return Recipe.model_validate({"default": text})
     path = Path(text)
     if not path.is_file():
         raise UsageError(
-            Problem("RECIPE_UNKNOWN", text, "no such scheme or recipe", "bf16, w8a8, w4a16 or the path of a .toml")
+            Problem(
+                "RECIPE_UNKNOWN", text, "no such scheme or recipe", f"{', '.join(schemes())} or the path of a .toml"
+            )
         )
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -74,8 +77,8 @@ def load_recipe(text: str) -> Recipe:
         ) from e
 
 
-def assign(recipe: Recipe, calls: Sequence[Call]) -> tuple[dict[str, Scheme], dict[str, int]]:
-    """The scheme and the group size of every matrix weight.
+def assign(recipe: Recipe, calls: Sequence[Call]) -> dict[str, Scheme]:
+    """The scheme of every matrix weight, by its name.
 
     Raises:
         UsageError: RECIPE_NO_MATCH for each override that matches no weight, RECIPE_TABLE where one would quantize a
@@ -90,30 +93,28 @@ def assign(recipe: Recipe, calls: Sequence[Call]) -> tuple[dict[str, Scheme], di
                 tables.add(name)
             if call.op in ("Embed", "LmHead") or formal == "router":
                 tender.add(name)
-    schemes: dict[str, Scheme] = {}
-    groups: dict[str, int] = {}
+    out: dict[str, Scheme] = {}
     unused = set(range(len(recipe.override)))
     problems = Problems()
     for name in matrices:
-        scheme, group = ("bf16" if name in tender else recipe.default), recipe.group
+        chosen, group = ("bf16" if name in tender else recipe.default), recipe.group
         for i, o in enumerate(recipe.override):
             if fnmatchcase(name, o.match):
-                scheme, group = o.scheme, o.group or recipe.group
+                chosen, group = o.scheme, o.group or recipe.group
                 unused.discard(i)
-        if name in tables and scheme != "bf16":
+        if name in tables and chosen != "bf16":
             problems.add(
-                "RECIPE_TABLE", name, "a table that is looked up by row must be bf16", expected="bf16", got=scheme
+                "RECIPE_TABLE", name, "a table that is looked up by row must be bf16", expected="bf16", got=chosen
             )
-        schemes[name] = scheme
-        groups[name] = group if scheme == "w4a16" else 0
+        out[name] = scheme(chosen, group)
     for call in calls:
         names = {f: call.inputs[f] for f in ("gate", "up") if f in call.inputs}
-        if len({(schemes[n], groups[n]) for n in names.values()}) > 1:
+        if len({out[n] for n in names.values()}) > 1:
             problems.add(
                 "RECIPE_PAIR",
                 " and ".join(names.values()),
                 "gate and up are multiplied tile by tile and need one scheme and group",
-                got=", ".join(schemes[n] for n in names.values()),
+                got=", ".join(str(out[n]) for n in names.values()),
                 hint="let one pattern match both",
             )
     for i in sorted(unused):
@@ -125,9 +126,9 @@ def assign(recipe: Recipe, calls: Sequence[Call]) -> tuple[dict[str, Scheme], di
             hint="see the names in `calc inventory`",
         )
     problems.raise_if_any(UsageError)
-    return schemes, groups
+    return out
 
 
 def bits(schemes: Mapping[str, Scheme]) -> str:
     """The schemes in use, for a one-line summary."""
-    return "+".join(sorted(set(schemes.values())))
+    return "+".join(sorted({s.name for s in schemes.values()}))

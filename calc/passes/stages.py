@@ -168,9 +168,9 @@ def choose_schemes(fused: Fused, recipe: Recipe) -> None:
     Raises:
         UsageError: RECIPE_… what the recipe gets wrong about this model.
     """
-    schemes, groups = assign(recipe, fused.calls[fused.first])
+    schemes = assign(recipe, fused.calls[fused.first])
     for g in fused.graphs.values():
-        g.schemes, g.groups = dict(schemes), dict(groups)
+        g.schemes = dict(schemes)
 
 
 def split(fused: Fused, target: Target, how: str | None = None) -> Partitioned:
@@ -192,7 +192,7 @@ def split(fused: Fused, target: Target, how: str | None = None) -> Partitioned:
 def quantize(model: Partitioned) -> Quantized:
     """Write every weight's scheme into its nodes."""
     for g in model.graphs.values():
-        bind_schemes(g)
+        bind_schemes(g, g.schemes)
     todo = {v: calls(g) for v, g in model.graphs.items()}
     for v, t in todo.items():
         verify_schemes(v.name, model.graphs[v], t)

@@ -64,11 +64,11 @@ def verify_schemes(where: str, g: Graph, calls: Sequence[Call]) -> None:
         InternalError: with the weight.
     """
     for c in calls:
-        kernel = registry()[c.op]
-        for formal, scheme in zip(kernel.weights(c.attrs), kernel.schemes(c.attrs), strict=True):
+        for formal in registry()[c.op].weights(c.attrs):
             name = c.inputs[formal]
-            if g.schemes.get(name, "bf16") != scheme:
-                raise InternalError(f"{where}: {c.name} computes {name} as {scheme}, not {g.schemes.get(name)}")
+            if g.schemes.get(name) != c.schemes.get(formal):
+                got = f"{c.schemes.get(formal)}, not {g.schemes.get(name)}"
+                raise InternalError(f"{where}: {c.name} computes {name} as {got}")
 
 
 def verify_placement(p: Placement) -> None:

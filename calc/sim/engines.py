@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calc.core.errors import InternalError, Problem, RuntimeFault
-from calc.core.isa import Flag, Fn, Op, Red, Tile
+from calc.core.isa import DType, Flag, Fn, Op, Red
 from calc.core.numerics import quant_rows_int8
 from calc.core.optable import FUNCTIONS, SPECS, check_covered
 from calc.sim.memory import INT8_EXACT_K, FastMemory, Run, TileSpec
@@ -359,17 +359,18 @@ def _gemm_packed(ins: Ins, mem: FastMemory) -> Run:
     a, dst = mem.read(ops["a"]), mem.write(ops["dst"])
     addend = mem.read(ops["d"]) if ins.flags & Flag.ADDEND else None
     row_scale = mem.read(ops["e"]) if "e" in ops else None
-    is_int8 = ins.tile == Tile.W8
+    is_int8 = ops["a"].dtype == DType.I8
 
     def run(regs: Regs) -> None:
         h, i, g, _, _ = shape(regs)
         w = tile(regs)
         x = wide(a(regs, (h, i, g, k)).reshape(i, k))
-        if is_int8:
-            assert row_scale is not None and w.row_scale is not None
-            out = _exact_int8(x, w.values) * row_scale(regs, (h, i)).reshape(i, 1) * w.row_scale
-        else:
-            out = x @ w.values.T
+        # both operands are whole numbers only where the weight's scales come after the sum
+        out = _exact_int8(x, w.values) if is_int8 and w.row_scale is not None else x @ w.values.T
+        if row_scale is not None:
+            out = out * row_scale(regs, (h, i)).reshape(i, 1)
+        if w.row_scale is not None:
+            out = out * w.row_scale
         if w.bias is not None:
             out = out + w.bias
         if addend is not None:

@@ -53,7 +53,7 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class DecodedTile:
-    """A packed tile as the matrix engine sees it: values f32 [n, k] (codes, for w8), row scales, bias."""
+    """A packed tile as the matrix engine sees it: values f32 [n, k], or codes, where rows have scales; bias."""
 
     values: NDArray[np.float32]
     row_scale: NDArray[np.float32] | None
@@ -72,11 +72,22 @@ def decode_tile(raw: Bytes, spec: TileSpec) -> DecodedTile:
         scale = raw[spec.scales : spec.scales + 4 * n].view(np.float32).copy()
     else:
         groups = -(-k // spec.group)
-        s = raw[spec.scales : spec.scales + 2 * n * groups].view(NP[DType.BF16]).reshape(n, groups).astype(np.float32)
-        codes = unpack_int4(rows)[:, :k].astype(np.float32)
+        zeros = spec.scales + 2 * n * groups
+        s = raw[spec.scales : zeros].view(NP[DType.BF16]).reshape(n, groups).astype(np.float32)
+        if spec.fmt == Tile.W4:
+            codes = unpack_int4(rows)[:, :k].astype(np.float32)
+        else:
+            width = (groups + 1) // 2
+            zero = _nibbles(raw[zeros : zeros + n * width].reshape(n, width))[:, :groups]
+            codes = _nibbles(rows)[:, :k] - np.repeat(zero, spec.group, axis=1)[:, :k]
         values = codes * np.repeat(s, spec.group, axis=1)[:, :k]
     bias = raw[spec.bias : spec.bias + 4 * n].view(np.float32).copy() if spec.has_bias else None
     return DecodedTile(np.ascontiguousarray(values), scale, bias)
+
+
+def _nibbles(packed: Bytes) -> NDArray[np.float32]:
+    """Unsigned 4-bit values, the low nibble first: [n, bytes] to f32 [n, 2 bytes]."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1).astype(np.float32)
 
 
 class TileCache:

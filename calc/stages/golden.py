@@ -57,7 +57,7 @@ def start_ladder(
         graphs,
     )
     run.ladder.start("hf", ground)
-    run.ladder.climb("exported", "hf", run.replay("raw", {}, {}, "exported graph", progress))
+    run.ladder.climb("exported", "hf", run.replay("raw", {}, "exported graph", progress))
     return run
 
 

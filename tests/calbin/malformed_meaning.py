@@ -9,7 +9,7 @@ from calbin_tiny import CAPACITY, IO_BASE, KV_BASE, VOCAB, Parts, assemble, prog
 from malformed import CASES, Case, damaged, edited, field
 
 from calc.core.errors import VersionError
-from calc.core.isa import RECORD, Engine, Flag, Fn, Op, Space
+from calc.core.isa import RECORD, Engine, Flag, Fn, Op, Space, Tile
 from calc.core.packing import TileLayout
 
 P = "submodels[0]"
@@ -175,7 +175,7 @@ record("unknown function", "CALBIN_OPCODE", VMAP, "sub", 200)
 record("unknown scalar operation", "CALBIN_OPCODE", SALU, "sub", 8)
 record("unknown engine", "CALBIN_ENGINE", VMAP, "engine", 6, 255)
 record("an engine that cannot", "CALBIN_ENGINE", VMAP, "engine", Engine.MAT)
-record("unknown tile format", "CALBIN_RECORD", VMAP, "tile", 4)
+record("unknown tile format", "CALBIN_RECORD", VMAP, "tile", len(Tile))
 record("unknown flag", "CALBIN_RECORD", VMAP, "flags", 1 << 15)
 record("dimension register bits", "CALBIN_RECORD", VMAP, "dim_regs", 32)
 record("negative dimension", "CALBIN_RECORD", VMAP, "dims.0", -1)

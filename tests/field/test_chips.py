@@ -56,7 +56,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "graphs"
 
 
-@pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a16"])
+@pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a16", "w4a8", "w4z"])
 def test_field_09_two_chips_equal_one(four_heads: Path, tmp_path: Path, quant: str) -> None:
     for name in ("calculet-1chip", "calculet-2chip"):
         report = compile_graphs(four_heads, tmp_path / f"{name}.calbin", target=name, quant=quant)

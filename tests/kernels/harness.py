@@ -9,8 +9,8 @@ import onnxruntime as rt
 from onnx import TensorProto, helper
 
 from calc.core.isa import Alu, DType, Space
-from calc.core.numerics import dequant_groups_int4, quant_groups_int4, quant_rows_int8
 from calc.core.packing import TileLayout
+from calc.core.schemes import Scheme
 from calc.core.target import load_target
 from calc.core.variant import Variant
 from calc.kernels.base import Call, Example, Kernel, Numerics
@@ -49,26 +49,22 @@ def draw(kernel: Kernel, ex: Example, seed: int = 0) -> dict[str, np.ndarray]:
     return out
 
 
-def quantize(kernel: Kernel, ex: Example, values: dict, schemes: tuple[str, ...], group: int):
-    """ORT's weight values and the packed form for each weight."""
-    ort, packed = dict(values), {}
+def quantize(kernel: Kernel, ex: Example, values: dict, schemes: tuple[Scheme, ...]) -> dict:
+    """The values ORT computes with, scales among them."""
+    ort = dict(values)
     for name, scheme in zip(kernel.weights(ex.attrs), schemes, strict=True):
         w = values[name]
-        flat = w.reshape(-1, w.shape[-1])
-        if scheme == "w8a8":
-            codes, scale = quant_rows_int8(flat)
-            ort[name], ort[f"{name}_scale"] = codes.reshape(w.shape), scale.reshape(w.shape[:-1])
-        elif scheme == "w4a16":
-            codes, scale = quant_groups_int4(flat, group)
-            ort[name] = dequant_groups_int4(codes, scale, group).reshape(w.shape)
-        packed[name] = (scheme, w)
-    return ort, packed
+        given, scale = scheme.ort_values(w.reshape(-1, w.shape[-1]))
+        ort[name] = given.reshape(w.shape)
+        if scale is not None:
+            ort[f"{name}_scale"] = scale.reshape(w.shape[:-1])
+    return ort
 
 
 def make_call(kernel: Kernel, ex: Example, attrs: dict, ort: dict) -> Call:
     _, outs = kernel.formals(attrs)
     shapes = {k: tuple(v.shape) for k, v in ort.items()}
-    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, layer=0)
+    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, 0, schemes=kernel.schemes(attrs))
 
 
 def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> dict[str, np.ndarray]:
@@ -98,20 +94,19 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def _pack(kernel: Kernel, attrs: dict, values, schemes, group, tile_rows):
+def _pack(kernel: Kernel, attrs: dict, values, schemes, tile_rows):
     """Every weight's handle, and the shard that holds them."""
     weight_names, vectors = kernel.weights(attrs), kernel.vectors(attrs)
     handles, blobs, at = {}, [], 0
     for name, v in values.items():
         if name in weight_names:
             scheme = schemes[weight_names.index(name)]
-            fmt = {"bf16": "bf16", "w8a8": "w8", "w4a16": "w4"}[scheme]
             shape = v.shape[-2:]
             bias = values.get(f"b{name[1:]}") if name[0] == "w" and name[1:].isdigit() else None
-            lay = TileLayout(fmt, shape[0], shape[1], tile_rows, group if fmt == "w4" else 0, bias is not None)
+            lay = TileLayout(scheme.format.name, shape[0], shape[1], tile_rows, scheme.group, bias is not None)
             experts = v.shape[0] if v.ndim == 3 else 0
-            blob = b"".join(pack_rows(lay, e, bias) for e in (v if experts else [v]))
-            handles[name] = Packed(name, at, lay, experts)
+            blob = b"".join(pack_rows(scheme, lay, e, bias) for e in (v if experts else [v]))
+            handles[name] = Packed(name, at, lay, scheme, experts)
         elif name in vectors:
             blob = pack_plain(v)
             handles[name] = Plain(name, at, v.shape)
@@ -129,7 +124,7 @@ class Bench:
 
     Args:
         kernel, ex, attrs, values: the call.
-        schemes, group: of its weights.
+        schemes: of its weights.
         tile_rows: rows of a packed tile.
         block: rows that the program works on at once; None for all.
         ring: states of a windowed attention as rings of the window, as the compiler would place them.
@@ -142,14 +137,13 @@ class Bench:
         attrs: dict,
         values: dict,
         schemes,
-        group: int,
         *,
         tile_rows: int = 32,
         block: int | None = None,
         ring: bool = False,
     ) -> None:
         self.kernel, self.values, self.target = kernel, values, load_target("calculet-1chip")
-        handles, self.shard = _pack(kernel, attrs, values, schemes, group, tile_rows)
+        handles, self.shard = _pack(kernel, attrs, values, schemes, tile_rows)
         self.call = make_call(kernel, ex, attrs, values)
         x = next(v for k, v in values.items() if k in ("x", "a", "q", "ids"))
         seq = x.shape[1] if x.ndim == 3 or "ids" in values else 1
@@ -247,9 +241,9 @@ class Bench:
         return out
 
 
-def run_sim(kernel, ex, attrs, values, schemes, group, mode, tile_rows=32, **more):
+def run_sim(kernel, ex, attrs, values, schemes, mode, tile_rows=32, **more):
     """The kernel's program alone on a machine; its outputs as f32."""
-    return Bench(kernel, ex, attrs, values, schemes, group, tile_rows=tile_rows, **more).run(mode)
+    return Bench(kernel, ex, attrs, values, schemes, tile_rows=tile_rows, **more).run(mode)
 
 
 __all__ = ["draw", "onnx", "quantize", "run_ort", "run_sim"]

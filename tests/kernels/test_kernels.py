@@ -1,28 +1,54 @@
-"""Every kernel's program against its ONNX body in ONNX Runtime, over the registry."""
+"""Every kernel's program against its ONNX body in ONNX Runtime, over the registries of kernels and schemes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from calc.core.isa import DType, Op
+from calc.core.numerics import quant_rows_int8
+from calc.core.packing import W8, Codes
+from calc.core.schemes import Scheme, scheme, schemes
 from calc.kernels import registry
 from calc.kernels.base import Example
-from tests.kernels.harness import Bench, draw, quantize, run_ort, run_sim
+from calc.sim import engines
+from tests.kernels.harness import Bench, draw, quantize, run_ort
+
+GROUP = 32
 
 
-def schemes_for(kernel, attrs, scheme):
-    return tuple("bf16" if n in ("router", "table") else scheme for n in kernel.weights(attrs))
+@dataclass(frozen=True)
+class W8A16(Scheme):
+    """A scheme that no file has: int8 rows, BF16 activations. Nothing but this class is needed."""
+
+    name = "w8a16"
+    format = W8
+    activations = "bf16"
+    gate = 0.35
+    why = "a test's"
+
+    def quantize(self, w):
+        return Codes(*quant_rows_int8(w))
+
+    def bound(self, w):
+        return np.abs(w).max(axis=1, keepdims=True) * np.float32(0.5 / 127)
+
+
+def schemes_for(kernel, attrs, chosen):
+    return tuple(scheme("bf16") if n in ("router", "table") else chosen for n in kernel.weights(attrs))
 
 
 ALONE = {n: k for n, k in registry().items() if n != "Send" and not k.crosses}
 """Kernels that run on one chip; the others are tested together in test_transfers.py."""
 
+EXAMPLES = [(name, i) for name, k in ALONE.items() for i in range(len(k.examples()))]
 CASES = [
-    (name, i, scheme)
-    for name, k in ALONE.items()
-    for i, ex in enumerate(k.examples())
-    for scheme in ("bf16", "w8a8", "w4a16")
-    if scheme == "bf16" or scheme in schemes_for(k, ex.attrs, scheme)
+    (name, i, s)
+    for name, i in EXAMPLES
+    for s in schemes()
+    if s == "bf16" or {"table"} < {"table", *registry()[name].weights(registry()[name].examples()[i].attrs)}
 ]
 
 
@@ -44,21 +70,53 @@ def expected(out, got, want, past, cur):
     return want.reshape(-1, want.shape[-1])
 
 
-@pytest.mark.parametrize(("name", "index", "scheme"), CASES)
-def test_program_equals_body(name, index, scheme):
-    kernel = registry()[name]
-    ex = kernel.examples()[index]
-    schemes = schemes_for(kernel, ex.attrs, scheme)
-    attrs = {**ex.attrs, "schemes": schemes} if schemes else dict(ex.attrs)
+def check(kernel, ex, chosen):
+    attrs = {**ex.attrs, "schemes": tuple(map(str, chosen))} if chosen else dict(ex.attrs)
     values = draw(kernel, ex)
-    ort_values, _ = quantize(kernel, ex, values, schemes, 32)
-    want = run_ort(kernel, attrs, "npu", ort_values)
-    bench = Bench(kernel, ex, attrs, values, schemes, 32)
+    want = run_ort(kernel, attrs, "npu", quantize(kernel, ex, values, chosen))
+    bench = Bench(kernel, ex, attrs, values, chosen)
     fast, strict = bench.run("fast"), bench.run("strict")
     assert fast
     for out, got in fast.items():
         np.testing.assert_array_equal(got, strict[out], err_msg=f"{out}: fast and strict differ")
         assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))
+
+
+@pytest.mark.parametrize(("name", "index", "chosen"), CASES)
+def test_program_equals_body(name, index, chosen):
+    kernel = registry()[name]
+    ex = kernel.examples()[index]
+    check(kernel, ex, schemes_for(kernel, ex.attrs, scheme(chosen, GROUP)))
+
+
+@pytest.mark.parametrize(("name", "index"), [c[:2] for c in CASES if c[2] == "w8a8"])
+def test_a_scheme_that_only_this_test_knows(name, index, monkeypatch):
+    monkeypatch.setitem(schemes(), "w8a16", W8A16)
+    kernel = registry()[name]
+    ex = kernel.examples()[index]
+    check(kernel, ex, schemes_for(kernel, ex.attrs, scheme("w8a16")))
+
+
+@pytest.mark.parametrize("chosen", schemes())
+def test_router_under_a_scheme(chosen):
+    """A recipe may name the router; its logits then come from the same codes in both executors."""
+    kernel = registry()["Moe"]
+    check(kernel, kernel.examples()[0], (scheme(chosen, GROUP),) * 4)
+
+
+@pytest.mark.parametrize("chosen", schemes())
+def test_what_is_multiplied_is_what_the_scheme_says(chosen, monkeypatch):
+    """Int8 activations reach the matrix engine as int8 with a scale per row, whatever the weight's format is."""
+    seen = []
+    honest = engines.HANDLERS[Op.GEMM]
+    monkeypatch.setitem(engines.HANDLERS, Op.GEMM, lambda ins, mem: (seen.append(ins), honest(ins, mem))[1])
+    kernel, s = registry()["Linear"], scheme(chosen, GROUP)
+    ex = kernel.examples()[0]
+    check(kernel, ex, (s,))
+    int8 = s.activations == "int8"
+    assert {(i.tile, i.operands["a"].dtype, "e" in i.operands) for i in seen} == {
+        (s.format.tile, DType.I8 if int8 else DType.BF16, int8)
+    }
 
 
 BLOCKED = [
@@ -75,10 +133,10 @@ def test_blocks_of_rows_equal_the_whole(name, index, block):
     """Row by row the same numbers: only the order of FP32 sums may differ, with the number of rows in a GEMM."""
     kernel = registry()[name]
     ex = kernel.examples()[index]
-    schemes = schemes_for(kernel, ex.attrs, "bf16")
+    schemes = schemes_for(kernel, ex.attrs, scheme("bf16"))
     values = draw(kernel, ex)
-    whole = Bench(kernel, ex, dict(ex.attrs), values, schemes, 32).run("fast")
-    parts = Bench(kernel, ex, dict(ex.attrs), values, schemes, 32, block=block).run("strict")
+    whole = Bench(kernel, ex, dict(ex.attrs), values, schemes).run("fast")
+    parts = Bench(kernel, ex, dict(ex.attrs), values, schemes, block=block).run("strict")
     assert set(parts) == set(whole)
     for out, got in parts.items():
         assert_close(out, got, whole[out])
@@ -96,7 +154,7 @@ def test_a_ring_of_the_window_equals_all_keys(index, past, block):
     ex = kernel.examples()[index]
     values = {**draw(kernel, ex), "past": np.array([past], np.int64)}
     want = run_ort(kernel, dict(ex.attrs), "npu", values)
-    bench = Bench(kernel, ex, dict(ex.attrs), values, (), 32, block=block, ring=True)
+    bench = Bench(kernel, ex, dict(ex.attrs), values, (), block=block, ring=True)
     assert all(s.ring and s.rows < 96 for s in bench.memory.states.values())
     for out, got in bench.run("strict").items():
         assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))
@@ -119,18 +177,6 @@ def test_keys_and_values_of_different_widths():
         call = {**attrs, "window": window}
         values = draw(kernel, ex)
         want = run_ort(kernel, call, "npu", values)
-        bench = Bench(kernel, ex, call, values, (), 32, ring=bool(window))
+        bench = Bench(kernel, ex, call, values, (), ring=bool(window))
         for out, got in bench.run("strict").items():
             assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))
-
-
-def test_router_under_int8():
-    """A recipe may name the router; its logits then come from int8 codes in both executors."""
-    kernel = registry()["Moe"]
-    ex = kernel.examples()[0]
-    attrs = {**ex.attrs, "schemes": ("w8a8",) * 4}
-    values = draw(kernel, ex)
-    ort_values, _ = quantize(kernel, ex, values, ("w8a8",) * 4, 32)
-    want = run_ort(kernel, attrs, "npu", ort_values)["y"]
-    got = run_sim(kernel, ex, attrs, values, ("w8a8",) * 4, 32, "strict")
-    np.testing.assert_allclose(got["y"], want.reshape(-1, want.shape[-1]), rtol=2**-7, atol=1e-5)

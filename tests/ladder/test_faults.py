@@ -8,12 +8,13 @@ import pytest
 import calc
 from calc.core.errors import VerificationError
 from calc.core.isa import Alu
+from calc.core.packing import Codes, pack_codes
+from calc.core.schemes import schemes
 from calc.kernels import moe as moe_kernel
 from calc.kernels.emit import Emitter
 from calc.kernels.lowering import KvBuffers
 from calc.passes import ladder as ladder_module
 from calc.passes.fuse import glu as glu_pass
-from calc.passes.quantize import w8a8
 from tests.conftest import GLASS, shared
 
 OPTIONS = calc.CompileOptions(prefill=(16,), max_seq_len=48, check_passes=False)
@@ -79,26 +80,37 @@ def test_a_wrong_fusion_is_pinned_to_its_pass(tmp_path, monkeypatch):
 def test_a_wrong_rounding(tmp_path, monkeypatch):
     """BF16 with three bits less."""
 
-    def coarse(w, group):
+    def coarse(self, w):
         raw = w.astype(np.float32).view(np.uint32) & np.uint32(0xFFF80000)
         return raw.view(np.float32), None
 
-    from calc.passes.quantize import bf16
-
-    monkeypatch.setattr(bf16, "ort_values", coarse)
+    monkeypatch.setattr(schemes()["bf16"], "ort_values", coarse)
     assert refused(tmp_path / "x.calbin").code == "LADDER_BF16"
 
 
-def test_a_swapped_scale(tmp_path, monkeypatch):
-    """Each output channel has its neighbour's scale."""
-    honest = w8a8.ort_values
+def swapped(codes):
+    """Each output channel has its neighbour's scale, or scales."""
+    return Codes(codes.values, np.roll(codes.scales, 1, axis=0), codes.zeros)
 
-    def swapped(w, group):
-        codes, scale = honest(w, group)
-        return codes, np.roll(scale, 1)
 
-    monkeypatch.setattr(w8a8, "ort_values", swapped)
-    assert refused(tmp_path / "x.calbin", options(quant="w8a8")).code == "LADDER_QUANTIZED"
+def wrong_zeros(codes):
+    """Each group's zero point is one too low, or too high where it was 0."""
+    return Codes(codes.values, codes.scales, np.where(codes.zeros == 0, 1, codes.zeros - 1).astype(np.uint8))
+
+
+FAULTS = [(name, swapped) for name, cls in schemes().items() if cls.format.scale] + [
+    (name, wrong_zeros) for name, cls in schemes().items() if cls.format.zero_point
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_a_wrong_step(tmp_path, monkeypatch, name, fault):
+    """The closed form of half a step finds it in every scheme, though nothing of the model is run for it."""
+    honest = schemes()[name].quantize
+    monkeypatch.setattr(schemes()[name], "quantize", lambda self, w: fault(honest(self, w)))
+    error = refused(tmp_path / "x.calbin", options(quant=name))
+    assert error.code == "LADDER_QUANTIZED"
+    assert "more than half a step" in error.problems[0].what
 
 
 def test_a_wrong_kv_offset(tmp_path, monkeypatch):
@@ -115,19 +127,14 @@ def test_a_wrong_kv_offset(tmp_path, monkeypatch):
     assert "rung program: KV" in failed_checks(out)
 
 
-def test_a_wrong_scale_in_the_shard(tmp_path, monkeypatch):
-    """The graph's scales are right, the packed tile's are its neighbour's."""
-    from calc.passes import pack
-
-    honest = pack.quant_rows_int8
-
-    def swapped(w):
-        codes, scale = honest(w)
-        return codes, np.roll(scale, 1)
-
-    monkeypatch.setattr(pack, "quant_rows_int8", swapped)
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_a_wrong_step_in_the_shard(tmp_path, monkeypatch, name, fault):
+    """The graph's values are right, the packed tile's are not."""
+    monkeypatch.setattr(
+        schemes()[name], "pack", lambda self, lay, w, bias: pack_codes(lay, fault(self.quantize(w)), bias)
+    )
     out = tmp_path / "x.calbin"
-    calc.compile(GLASS, out, options(quant="w8a8"))
+    calc.compile(GLASS, out, options(quant=name))
     assert {"rung program: logits", "rung program: KV"} <= set(failed_checks(out))
 
 

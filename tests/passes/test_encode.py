@@ -19,6 +19,7 @@ from calc.core.isa import (
 )
 from calc.core.optable import SPECS
 from calc.core.packing import TileLayout
+from calc.core.schemes import scheme
 from calc.kernels.emit import Emitter
 from calc.kernels.lowering import weight_region
 from calc.kernels.program import Buffer, Instr, LoopNode, Packed, Reg, TileRef, View
@@ -145,7 +146,7 @@ def test_what_the_emitter_refuses() -> None:
         with pytest.raises(InternalError, match="out of scalar registers"):
             em.reg()
     em.reg()
-    w = Packed("wide", 0, TileLayout("bf16", 16, 64, 16))
+    w = Packed("wide", 0, TileLayout("bf16", 16, 64, 16), scheme("bf16"))
     x = View(em.sram("x", 128), DType.BF16, (128, 2))
     with pytest.raises(InternalError, match="wide: a tile of 2048 bytes"):
         em.packed_tile(w, 1, x, x, TileRef(16, 0, None))

@@ -10,17 +10,23 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from calc.core.errors import InternalError
-from calc.core.packing import TileLayout, pack_int4, unpack_int4
-from calc.passes.pack import pack_plain, pack_rows, pack_tile
-from calc.passes.quantize import schemes
+from calc.core.isa import Tile
+from calc.core.packing import Codes, TileLayout, pack_codes, pack_int4, pack_uint4, unpack_int4
+from calc.core.schemes import Scheme, scheme, schemes
+from calc.passes.pack import pack_plain, pack_rows
+from calc.sim.memory import TileSpec, decode_tile
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> TileLayout:
-    fmt = draw(st.sampled_from(["bf16", "w8", "w4"]))
-    group = draw(st.sampled_from([32, 64, 128])) if fmt == "w4" else 0
+def values_of_schemes(draw: st.DrawFn) -> Scheme:
+    return scheme(draw(st.sampled_from(list(schemes()))), draw(st.sampled_from([32, 64, 128])))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, chosen: Scheme | None = None) -> TileLayout:
+    s = draw(values_of_schemes()) if chosen is None else chosen
     rows, cols, tile = draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 48))
-    return TileLayout(fmt, rows, cols, tile, group, draw(st.booleans()))
+    return TileLayout(s.format.name, rows, cols, tile, s.group, draw(st.booleans()))
 
 
 @st.composite
@@ -54,13 +60,20 @@ def decode(lay: TileLayout, raw: bytes) -> tuple[NDArray[np.float64], NDArray[np
         else:
             packed = np.frombuffer(raw, np.uint8, rows * padded // 2, at).reshape(rows, padded // 2)
             nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, padded).astype(np.int64)
-            got = np.where(nibbles > 7, nibbles - 16, nibbles)
+            got = np.where(nibbles > 7, nibbles - 16, nibbles) if lay.fmt == "w4" else nibbles
             at += rows * padded // 2
             groups = (k + lay.group - 1) // lay.group
             scale = np.frombuffer(raw, "<u2", rows * groups, at).reshape(rows, groups).astype(np.uint32) << 16
             scale = np.repeat(scale.view(np.float32), lay.group, axis=1)[:, :k]
             at += rows * groups * 2
         assert not got[:, k:].any()
+        if lay.fmt == "w4z":
+            width = (groups + 1) // 2
+            packed = np.frombuffer(raw, np.uint8, rows * width, at).reshape(rows, width)
+            zero = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, 2 * width).astype(np.int64)
+            assert not zero[:, groups:].any()
+            got = got[:, :k] - np.repeat(zero[:, :groups], lay.group, axis=1)[:, :k]
+            at += rows * width
         assert (np.isfinite(scale) & (scale >= 2.0**-126)).all()
         values[first : first + rows] = got[:, :k].astype(np.float64) * scale
         at = (at + 63) // 64 * 64
@@ -72,36 +85,87 @@ def decode(lay: TileLayout, raw: bytes) -> tuple[NDArray[np.float64], NDArray[np
 
 
 @given(st.data())
-def test_packing_loses_no_more_than_its_format(data: st.DataObject) -> None:
-    lay = data.draw(layouts())
+def test_packing_loses_no_more_than_half_a_step(data: st.DataObject) -> None:
+    """What the bytes stand for is within the scheme's closed form of the weight."""
+    s = data.draw(values_of_schemes())
+    lay = data.draw(layouts(s))
     w = data.draw(weights(lay))
     bias = np.arange(lay.rows, dtype=np.float32) - 3.25 if lay.bias else None
-    got, got_bias = decode(lay, pack_rows(lay, w, bias))
+    got, got_bias = decode(lay, pack_rows(s, lay, w, bias))
     assert bias is None or np.array_equal(got_bias, bias)
-    size = {"bf16": lay.cols, "w8": lay.cols, "w4": lay.group}[lay.fmt]
-    top = {"bf16": 128, "w8": 127, "w4": 7}[lay.fmt]
+    want = w.astype(np.float64)
+    # below 2^-126 scales do not shrink further
+    assert (np.abs(got - want) <= s.bound(w).astype(np.float64) * (1 + 2.0**-7) + 2.0**-126).all()
+    size = s.group or lay.cols
     for g in range(0, lay.cols, size):
-        part, want = got[:, g : g + size], w[:, g : g + size].astype(np.float64)
-        largest = np.abs(want).max(axis=1, keepdims=True)
-        # half a step, and for w4 what rounding the scale to BF16 costs; below 2^-126 scales do not shrink further
-        step = np.maximum(largest / top, 2.0**-126)
-        bound = 0.5 * step * (1 + 2.0**-7) + (largest * 2.0**-8 if lay.fmt == "w4" else 0)
-        if lay.fmt == "bf16":
-            bound = np.abs(want) * 2.0**-8 + 2.0**-133
-        assert (np.abs(part - want) <= bound).all()
-        assert not part[(want == 0) & (largest == 0)].any()
+        assert not got[:, g : g + size][~want[:, g : g + size].any(axis=1)].any()
+
+
+@given(st.data())
+def test_the_closed_form_is_tight(data: st.DataObject) -> None:
+    """Some weight comes near half a step: the bound is no more than 1.3 times what can happen."""
+    s = data.draw(values_of_schemes())
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    w = rng.standard_normal((8, 1024)).astype(np.float32)
+    given, scale = s.ort_values(w)
+    off = np.abs(given.astype(np.float64) * (1 if scale is None else scale[:, None].astype(np.float64)) - w)
+    assert (off / np.maximum(s.bound(w), 1e-30)).max() > 1 / 1.3
 
 
 @given(st.data())
 def test_the_graph_computes_with_the_same_values(data: st.DataObject) -> None:
     """What ONNX Runtime is given for a weight is what the shard holds, bit for bit."""
-    lay = data.draw(layouts())
+    s = data.draw(values_of_schemes())
+    lay = data.draw(layouts(s))
     w = data.draw(weights(lay))
-    name = {"bf16": "bf16", "w8": "w8a8", "w4": "w4a16"}[lay.fmt]
-    values, scale = schemes()[name].ort_values(w, lay.group)
+    values, scale = s.ort_values(w)
     given_to_ort = values.astype(np.float64) * (1 if scale is None else scale.astype(np.float64)[:, None])
-    got, _ = decode(lay, pack_rows(lay, w, np.zeros(lay.rows, np.float32) if lay.bias else None))
+    got, _ = decode(lay, pack_rows(s, lay, w, np.zeros(lay.rows, np.float32) if lay.bias else None))
     assert np.array_equal(given_to_ort, got)
+
+
+@given(st.data())
+def test_the_simulator_decodes_what_is_packed(data: st.DataObject) -> None:
+    """Random codes, all of them, through the packer and the simulator's own decoder."""
+    lay = data.draw(layouts())
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    n, k, fmt = lay.rows_of(0), lay.cols, lay.format
+    scales = None
+    if fmt.scale is not None:
+        shape = (n,) if fmt.per == "row" else (n, lay.groups)
+        scales = rng.uniform(0.5, 2, shape).astype(np.float32 if fmt.scale == "f32" else ml_dtypes.bfloat16)
+    zeros = rng.integers(0, 16, (n, lay.groups)).astype(np.uint8) if fmt.zero_point else None
+    codes = {
+        Tile.BF16: lambda: rng.standard_normal((n, k)).astype(ml_dtypes.bfloat16),
+        Tile.W8: lambda: rng.integers(-127, 128, (n, k)).astype(np.int8),
+        Tile.W4: lambda: rng.integers(-8, 8, (n, k)).astype(np.int8),
+        Tile.W4Z: lambda: rng.integers(0, 16, (n, k)).astype(np.uint8),
+    }[fmt.tile]()
+    bias = rng.standard_normal(n).astype(np.float32) if lay.bias else None
+    raw = np.frombuffer(pack_codes(lay, Codes(codes, scales, zeros), bias), np.uint8)
+    assert len(raw) == lay.tile_bytes(n)
+    spec = TileSpec(
+        fmt.tile,
+        n,
+        k,
+        lay.code_row_bytes,
+        lay.scales_offset(n),
+        lay.bias_offset(n),
+        lay.bias,
+        lay.group,
+        len(raw),
+    )
+    tile = decode_tile(raw, spec)
+    want = codes.astype(np.float32)
+    if fmt.per == "group":
+        wide = [np.repeat(x.astype(np.float32), lay.group, axis=1)[:, :k] for x in (scales, zeros) if x is not None]
+        want = (want - (wide[1] if zeros is not None else 0)) * wide[0]
+        assert tile.row_scale is None
+    elif fmt.per == "row":
+        assert np.array_equal(tile.row_scale, scales)
+    assert np.array_equal(tile.values, want)
+    assert (tile.bias is None) == (bias is None)
+    assert bias is None or np.array_equal(tile.bias, bias)
 
 
 @given(layouts())
@@ -112,8 +176,8 @@ def test_tile_layout(lay: TileLayout) -> None:
         assert at % 64 == 0
         n = lay.rows_of(t)
         assert 1 <= n <= lay.tile_rows
-        assert lay.scales_offset(n) >= n * lay.cols * {"bf16": 2, "w8": 1, "w4": 0.5}[lay.fmt]
-        assert lay.bias_offset(n) >= lay.scales_offset(n) + lay.scales_bytes(n)
+        assert lay.scales_offset(n) >= n * lay.cols * lay.format.bits / 8
+        assert lay.bias_offset(n) >= lay.zeros_offset(n) + lay.zeros_bytes(n)
         assert lay.tile_bytes(n) - lay.bias_offset(n) == ((4 * n + 63) // 64 * 64 if lay.bias else 0)
         at, rows = at + lay.tile_bytes(n), rows + n
     assert (rows, at) == (lay.rows, lay.nbytes)
@@ -132,21 +196,27 @@ def test_what_packing_refuses() -> None:
     with pytest.raises(InternalError, match="even number"):
         pack_int4(np.zeros((1, 3), np.int8))
     for code in (-9, 8):
-        with pytest.raises(InternalError, match="outside"):
+        with pytest.raises(InternalError, match="outside -8"):
             pack_int4(np.full((1, 2), code, np.int8))
+    with pytest.raises(InternalError, match=r"outside 0\.\.15"):
+        pack_uint4(np.full((1, 2), 16, np.uint8))
     assert pack_int4(np.zeros((0, 4), np.int8)).shape == (0, 2)
     with pytest.raises(InternalError, match="no packed tile format"):
         TileLayout("w2", 1, 1, 1)
     for dims in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(InternalError, match="below 1"):
             TileLayout("bf16", *dims)
-    for fmt, group in (("w4", 0), ("w4", 48), ("w8", 32), ("bf16", 64)):
+    for fmt, group in (("w4", 0), ("w4", 48), ("w8", 32), ("bf16", 64), ("w4z", 0)):
         with pytest.raises(InternalError, match="does not fit format"):
             TileLayout(fmt, 1, 1, 1, group)
     for bias in (True, False):
         lay = TileLayout("bf16", 2, 4, 2, bias=bias)
         with pytest.raises(InternalError, match="bias"):
-            pack_tile(lay, np.zeros((2, 4), np.float32), None if bias else np.zeros(2, np.float32))
+            scheme("bf16").pack(lay, np.zeros((2, 4), np.float32), None if bias else np.zeros(2, np.float32))
+    codes, scales = np.zeros((2, 4), np.int8), np.ones((2, 1), ml_dtypes.bfloat16)
+    for wrong in (Codes(codes), Codes(codes, scales, np.zeros((2, 1), np.uint8))):
+        with pytest.raises(InternalError, match="do not fit a packed tile's layout"):
+            pack_codes(TileLayout("w4", 2, 4, 2, 32), wrong, None)
 
 
 def test_plain_weights_are_little_endian_f32() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from calc.core.errors import UsageError
+from calc.core.schemes import scheme, schemes
 from calc.kernels.base import Call
 from calc.passes.recipe import assign, bits, load_recipe
 
@@ -27,19 +28,18 @@ CALLS = [
 ]
 
 
-def assigned(tmp_path: Path, text: str) -> tuple[dict[str, str], dict[str, int]]:
+def assigned(tmp_path: Path, text: str) -> dict[str, str]:
     path = tmp_path / "r.toml"
     path.write_text(text)
-    return assign(load_recipe(str(path)), CALLS)
+    return {n: str(s) for n, s in assign(load_recipe(str(path)), CALLS).items()}
 
 
-@pytest.mark.parametrize("name", ["bf16", "w8a8", "w4a16"])
+@pytest.mark.parametrize("name", schemes())
 def test_a_scheme_by_name_spares_tables_heads_and_routers(name: str) -> None:
-    schemes, groups = assign(load_recipe(name), CALLS)
-    assert {schemes[n] for n in ("embed", "head", "l.2.router")} == {"bf16"}
-    assert {s for n, s in schemes.items() if n not in ("embed", "head", "l.2.router")} == {name}
-    assert set(groups.values()) <= ({0, 64} if name == "w4a16" else {0})
-    assert bits(schemes) == "+".join(sorted({"bf16", name}))
+    chosen = assign(load_recipe(name), CALLS)
+    assert {chosen[n] for n in ("embed", "head", "l.2.router")} == {scheme("bf16")}
+    assert {s for n, s in chosen.items() if n not in ("embed", "head", "l.2.router")} == {scheme(name, 64)}
+    assert bits(chosen) == "+".join(sorted({"bf16", name}))
 
 
 def test_the_last_match_wins(tmp_path: Path) -> None:
@@ -59,11 +59,10 @@ group = 128
 match = "head"
 scheme = "w8a8"
 """
-    schemes, groups = assigned(tmp_path, text)
-    assert [schemes[n] for n in NAMES] == ["w4a16", "w4a16", "w4a16", "bf16", "bf16", "w4a16"]
-    assert [groups[n] for n in NAMES] == [32, 32, 128, 0, 0, 128]
-    assert schemes["l.2.router"] == "w4a16"
-    assert (schemes["head"], schemes["embed"]) == ("w8a8", "bf16")
+    chosen = assigned(tmp_path, text)
+    assert [chosen[n] for n in NAMES] == ["w4a16/32", "w4a16/32", "w4a16/128", "bf16", "bf16", "w4a16/128"]
+    assert chosen["l.2.router"] == "w4a16/32"
+    assert (chosen["head"], chosen["embed"]) == ("w8a8", "bf16")
 
 
 def test_patterns_match_whole_names_and_mind_the_case(tmp_path: Path) -> None:
@@ -72,13 +71,13 @@ def test_patterns_match_whole_names_and_mind_the_case(tmp_path: Path) -> None:
             assigned(tmp_path, f'default = "bf16"\n[[override]]\nmatch = "{pattern}"\nscheme = "w8a8"')
         assert caught.value.codes == ("RECIPE_NO_MATCH",)
         assert caught.value.problems[0].got == pattern
-    schemes, _ = assigned(tmp_path, 'default = "bf16"\n[[override]]\nmatch = "l.[01].?own"\nscheme = "w8a8"')
-    assert [n for n, s in schemes.items() if s == "w8a8"] == ["l.0.down", "l.1.down"]
+    chosen = assigned(tmp_path, 'default = "bf16"\n[[override]]\nmatch = "l.[01].?own"\nscheme = "w8a8"')
+    assert [n for n, s in chosen.items() if s == "w8a8"] == ["l.0.down", "l.1.down"]
 
 
 def test_an_override_that_a_later_one_undoes_still_matches(tmp_path: Path) -> None:
     text = 'default = "bf16"\n' + 2 * '[[override]]\nmatch = "l.0.down"\nscheme = "w8a8"\n'
-    assert assigned(tmp_path, text)[0]["l.0.down"] == "w8a8"
+    assert assigned(tmp_path, text)["l.0.down"] == "w8a8"
 
 
 def test_gate_and_up_go_together(tmp_path: Path) -> None:

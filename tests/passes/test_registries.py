@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+import calc.core.schemes
 import calc.kernels
 import calc.passes.fuse
-import calc.passes.quantize
+from calc.core.errors import InternalError
+from calc.core.isa import Tile
+from calc.core.packing import FORMATS
+from calc.core.schemes import Scheme, UnknownSchemeError, known, parse, scheme, schemes
 from calc.core.target import TARGET_DIR, load_target, target_names
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Kernel
 from calc.passes.base import Rule
 from calc.passes.order import fusion_passes
-from calc.passes.quantize import schemes
 
 SHARED = {"__init__", "base", "emit", "functions", "lowering", "program"}
 
@@ -35,10 +38,45 @@ def test_every_kernel_file_is_one_op() -> None:
 
 
 def test_every_scheme_file_is_registered() -> None:
-    assert set(schemes()) == files(calc.passes.quantize)
-    for name, module in schemes().items():
-        assert module.NAME == name == module.__name__.rsplit(".", 1)[1]
-        assert module.FORMAT in ("bf16", "w8", "w4")
+    assert list(schemes()) == sorted(files(calc.core.schemes) - {"base"})
+    for name, cls in schemes().items():
+        assert cls.name == name == cls.__module__.rsplit(".", 1)[1]
+        assert cls.activations in ("bf16", "int8")
+        assert cls.__doc__ and cls.why
+        assert (cls.gate > 0) == (name != "bf16")
+    assert {f.tile for f in FORMATS.values()} == set(Tile) - {Tile.NONE}
+    assert {cls.format.name for cls in schemes().values()} == set(FORMATS)
+
+
+def test_a_scheme_is_a_value_with_one_text() -> None:
+    every = [cls(g) for cls in schemes().values() for g in cls.format.groups]
+    assert len({str(s) for s in every}) == len(set(every)) == len(every)
+    for s in every:
+        assert parse(str(s)) == s == scheme(s.name, s.group)
+        assert hash(parse(str(s))) == hash(s)
+        assert (s.zero_point, s.row_scaled) == (s.name == "w4z", s.format.per == "row")
+    assert str(scheme("w4a16", 64)) == "w4a16/64"
+    assert str(scheme("w8a8", 64)) == "w8a8"  # a recipe's group is of no concern to a scheme without
+    assert scheme("w4a8", 64) != scheme("w4a16", 64)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "w4", "w4a16", "w4a16/", "w4a16/48", "w4a16/064", "w8a8/", "w8a8/0", "bf16/32", "W8A8"]
+)
+def test_texts_that_are_no_scheme(text: str) -> None:
+    with pytest.raises(UnknownSchemeError, match="no scheme"):
+        parse(text)
+
+
+def test_schemes_that_do_not_exist() -> None:
+    with pytest.raises(UnknownSchemeError, match="no scheme 'w2'"):
+        scheme("w2")
+    with pytest.raises(InternalError, match="no group size 48"):
+        scheme("w4z", 48)
+    with pytest.raises(ValueError, match="no such scheme"):
+        known("w2")
+    assert issubclass(UnknownSchemeError, InternalError)
+    assert isinstance(scheme(known("bf16")), Scheme)
 
 
 def test_every_fusion_file_is_in_the_order_once() -> None:

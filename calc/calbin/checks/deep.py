@@ -77,7 +77,7 @@ def _check_block(
     tiles, rows = shape
     path, expert = where
     fields = [("CALBIN_BIAS", "bias", layout.bias_offset(rows), 4 * rows if layout.bias else 0, DTYPES["f32"])]
-    scale_dtype = DTYPES["f32"] if layout.fmt == "w8" else np.dtype(ml_dtypes.bfloat16)
+    scale_dtype = DTYPES["f32"] if layout.format.scale == "f32" else np.dtype(ml_dtypes.bfloat16)
     fields.append(("CALBIN_SCALE", "scale", layout.scales_offset(rows), layout.scales_bytes(rows), scale_dtype))
     for code, name, offset, nbytes, dtype in fields:
         if not nbytes:

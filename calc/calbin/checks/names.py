@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from calc.calbin.codec import Path
 from calc.calbin.manifest import SectionKind
 from calc.calbin.report import Context
+from calc.core.schemes import schemes
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 _ANONYMOUS = re.compile(r"(inputs?|outputs?|tensors?|args?)?[._\[]?\d+\]?")
@@ -141,7 +142,8 @@ def _check_chips(ctx: Context) -> None:
                 )
 
 
-_FORMATS = {"w8a8": ("w8",), "w4a16": ("w4",), "bf16": ("bf16", "rows_bf16", "f32")}
+_PLAIN = ("rows_bf16", "f32")
+"""Formats of a bf16 weight besides its tiles."""
 
 
 def check_quantization(ctx: Context) -> None:
@@ -160,9 +162,11 @@ def check_quantization(ctx: Context) -> None:
                 "CALBIN_DUPLICATE_NAME", (*path, "weight"), "a weight has two quantization entries", got=entry.weight
             )
         seen.add(entry.weight)
-        if weight.format not in _FORMATS[entry.scheme] or entry.group != weight.group:
+        packed = schemes()[entry.scheme].format.name
+        formats = (packed, *_PLAIN) if entry.scheme == "bf16" else (packed,)
+        if weight.format not in formats or entry.group != weight.group:
             what = "the scheme does not fit the weight's format"
-            expected = f"format {' or '.join(_FORMATS[entry.scheme])}, group {entry.group}"
+            expected = f"format {' or '.join(formats)}, group {entry.group}"
             ctx.report.add(
                 "CALBIN_QUANT", path, what, expected=expected, got=f"format {weight.format}, group {weight.group}"
             )

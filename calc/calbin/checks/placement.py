@@ -19,7 +19,7 @@ from calc.calbin.layout import (
 )
 from calc.calbin.manifest import WeightDesc
 from calc.calbin.report import Context
-from calc.core.packing import W4_GROUPS, PackedFormat, TileLayout, align
+from calc.core.packing import FORMATS, TileLayout, align
 from calc.core.tensors import DTYPES
 
 Span = tuple[int, int, Path]
@@ -188,7 +188,6 @@ def check_weights(ctx: Context) -> None:
 
 
 _ITEM = {"f32": 4, "rows_bf16": 2}
-_PACKED: dict[str, PackedFormat] = {"bf16": "bf16", "w8": "w8", "w4": "w4"}
 
 
 def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
@@ -220,7 +219,7 @@ def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
     else:
         layout = tile_layout(weight)
         if layout is None or (weight.experts and len(shape) == 3 and shape[0] != weight.experts):
-            what = "a packed weight needs rows and columns, tile_rows, and for w4 a group of 32, 64 or 128"
+            what = "a packed weight needs rows and columns, tile_rows, and a group size its format has"
             got = (
                 f"{weight.format} {shape}, tile_rows {weight.tile_rows}, group {weight.group}, experts {weight.experts}"
             )
@@ -239,9 +238,8 @@ def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
 
 def tile_layout(weight: WeightDesc) -> TileLayout | None:
     """The tiles of a packed weight (of one expert where it has experts), None if its fields do not describe one."""
-    shape, fmt = weight.shape, _PACKED.get(weight.format)
+    shape, fmt = weight.shape, FORMATS.get(weight.format)
     fits = len(shape) == 2 or (len(shape) == 3 and weight.experts)
-    group_fits = weight.group in W4_GROUPS if fmt == "w4" else weight.group == 0
-    if fmt is None or not fits or not group_fits or weight.tile_rows < 1 or min(shape) < 1:
+    if fmt is None or not fits or weight.group not in fmt.groups or weight.tile_rows < 1 or min(shape) < 1:
         return None
-    return TileLayout(fmt, shape[-2], shape[-1], weight.tile_rows, weight.group, weight.bias)
+    return TileLayout(fmt.name, shape[-2], shape[-1], weight.tile_rows, weight.group, weight.bias)

@@ -90,7 +90,7 @@ class _Split:
         value = new_weight(self.g, name, ref)
         whole = w.name or "?"
         if whole in self.g.schemes:
-            self.g.schemes[name], self.g.groups[name] = self.g.schemes[whole], self.g.groups.get(whole, 0)
+            self.g.schemes[name] = self.g.schemes[whole]
         return value
 
     def rows(self, w: ir.Value, chip: int, at: tuple[int, int]) -> ir.Value:
