@@ -9,10 +9,10 @@ import calc
 from calc.core.errors import VerificationError
 from calc.core.isa import Alu
 from calc.core.packing import Codes, pack_codes
+from calc.core.roles import is_state
 from calc.core.schemes import schemes
 from calc.kernels import moe as moe_kernel
 from calc.kernels.emit import Emitter
-from calc.kernels.lowering import KvBuffers
 from calc.passes import ladder as ladder_module
 from calc.passes.fuse import glu as glu_pass
 from tests.conftest import GLASS, shared
@@ -61,17 +61,17 @@ def wrong_activation(value):
     return None if found is None else ("gelu", found[1])
 
 
-glu_pass_activation = glu_pass._activation
+glu_pass_activation = glu_pass.activation_of
 
 
 def test_a_wrong_fusion(tmp_path, monkeypatch):
     """SwiGLU becomes GeGLU."""
-    monkeypatch.setattr(glu_pass, "_activation", wrong_activation)
+    monkeypatch.setattr(glu_pass, "activation_of", wrong_activation)
     assert refused(tmp_path / "x.calbin").code == "LADDER_FUSED"
 
 
 def test_a_wrong_fusion_is_pinned_to_its_pass(tmp_path, monkeypatch):
-    monkeypatch.setattr(glu_pass, "_activation", wrong_activation)
+    monkeypatch.setattr(glu_pass, "activation_of", wrong_activation)
     error = refused(tmp_path / "x.calbin", options(check_passes=True))
     assert error.code == "PASS_CHANGED_RESULT"
     assert "fuse-glu" in error.problems[0].where
@@ -115,15 +115,18 @@ def test_a_wrong_step(tmp_path, monkeypatch, name, fault):
 
 def test_a_wrong_kv_offset(tmp_path, monkeypatch):
     """Keys and values are written one token late."""
-    view = KvBuffers.view
+    store, seen = Emitter.store, []
 
-    def late(self, which, slot, row):
-        v = view(self, which, slot, row)
-        return v.at(self.key_row) if row and getattr(late, "writes", True) else v
+    def late(self, dst, src, dims):
+        if is_state(dst.buf.name):
+            seen.append(dst.buf.name)
+            dst = dst.at(dst.steps[0])
+        store(self, dst, src, dims)
 
-    monkeypatch.setattr(KvBuffers, "view", late)
+    monkeypatch.setattr(Emitter, "store", late)
     out = tmp_path / "x.calbin"
     calc.compile(GLASS, out, options(max_seq_len=48))
+    assert "kv.0.key" in seen
     assert "rung program: KV" in failed_checks(out)
 
 
