@@ -37,6 +37,7 @@ from calc.core.isa import (
     Space,
     Tile,
 )
+from calc.core.packing import FORMATS
 
 Mask = NDArray[np.bool_]
 
@@ -109,6 +110,7 @@ def _check(p: _Program, sub: SubModel, part: ChipPart) -> None:
     if not known.all():
         return
     _check_fields(p, part)
+    _check_packed(p)
     _check_scalars(p, sub, part)
     for name in OPERAND_NAMES:
         _check_operand(p, name)
@@ -166,6 +168,24 @@ def _check_fields(p: _Program, part: ChipPart) -> None:
         r["node"],
     )
     p.refuse(np.isnan(r["fimm"]).any(axis=1), "CALBIN_RECORD", "a float immediate is not a number", "no NaN", r["fimm"])
+
+
+def _check_packed(p: _Program) -> None:
+    """A packed GEMM has scales for int8 rows and for no others, and a group size its tile format has."""
+    r = p.records
+    packed = p.is_op(Op.GEMM) & ((r["flags"] & Flag.PACKED) != 0)
+    scaled = r["e"]["space"] != Space.NONE
+    p.refuse(
+        packed & (scaled != (r["a"]["dtype"] == DType.I8)),
+        "CALBIN_OPERAND",
+        "operand e is the scales of int8 rows",
+        "present where a is i8, and only there",
+        r["a"]["dtype"],
+    )
+    for fmt in FORMATS.values():
+        group = r["imm"][:, 2]
+        wrong = packed & (r["tile"] == fmt.tile) & ~np.isin(group, fmt.groups)
+        p.refuse(wrong, "CALBIN_RECORD", f"a {fmt.name} tile has no such group size", f"one of {fmt.groups}", group)
 
 
 def _check_scalars(p: _Program, sub: SubModel, part: ChipPart) -> None:
