@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints, WithJsonSchema
 
 from calc.core.packing import FORMATS
 from calc.core.roles import ModelType, RoleName
-from calc.core.schemes import known, schemes
-from calc.core.spec import Frozen, ModelSpec
+from calc.core.schemes import schemes
+from calc.core.spec import Frozen, ModelSpec, one_of
 from calc.core.state import ITEMSIZE, Growth, StateDType
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -23,18 +23,10 @@ Positive = Annotated[int, Field(gt=0, le=2**62)]
 Dims = Annotated[tuple[Count, ...], Field(max_length=8)]
 DTypeName = Literal["f32", "bf16", "i8", "i32", "u8"]
 
-SchemeName = Annotated[str, AfterValidator(known), WithJsonSchema({"type": "string", "enum": list(schemes())})]
 WEIGHT_FORMATS = ("f32", "rows_bf16", *FORMATS)
-
-
-def _known_format(name: str) -> str:
-    if name not in WEIGHT_FORMATS:
-        raise ValueError(f"no such format: one of {', '.join(WEIGHT_FORMATS)}")
-    return name
-
-
+SchemeName = Annotated[str, one_of(schemes), WithJsonSchema({"type": "string", "enum": list(schemes())})]
 WeightFormat = Annotated[
-    str, AfterValidator(_known_format), WithJsonSchema({"type": "string", "enum": list(WEIGHT_FORMATS)})
+    str, one_of(lambda: WEIGHT_FORMATS), WithJsonSchema({"type": "string", "enum": list(WEIGHT_FORMATS)})
 ]
 
 SectionKind = Literal["program", "weights", "golden", "tokenizer", "graph"]

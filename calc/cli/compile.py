@@ -25,7 +25,9 @@ EXAMPLES = (
 @model_argument
 @click.option("-o", "--out", type=OUTPUT, callback=new_file, help="The calbin to write; --dry-run needs none.")
 @click.option("--target", default="calculet-1chip", show_default=True, help="A bundled target, or a TOML file.")
-@click.option("--quant", default="bf16", show_default=True, help="bf16, w8a8, w4a16, or a recipe's TOML file.")
+@click.option(
+    "--quant", default="bf16", show_default=True, help="A scheme (bf16, w8a8, w4a16, ...) or a recipe's TOML file."
+)
 @click.option("--split", help="How several chips share the model: layers or tensor.  [default: the target's way]")
 @variant_options
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads that pack weights.")

@@ -21,7 +21,7 @@ class CompileOptions(Frozen):
 
     Attributes:
         target: a bundled target's name or the path of a TOML file.
-        quant: bf16, w8a8, w4a16 or the path of a recipe.
+        quant: a scheme's name (`calc.core.schemes`) or the path of a recipe.
         prefill: sequence buckets. Longer prompts run in chunks. None at all makes a decode-only artefact.
         batch: decode batches; batch 1 is compiled beside them. None at all makes a prefill-only artefact.
         max_seq_len: tokens a KV slot holds; None takes the model's context, at most 4096.

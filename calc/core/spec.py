@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Frozen(BaseModel):
     """A model whose fields cannot change and which refuses fields it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
+    """Make a model's field take the names of a registry, asked at the time: a ``Literal`` that need not be written out.
+
+    Args:
+        names: gives the registered names.
+
+    Raises:
+        PydanticCustomError: (when it validates) another name; the finding is that of a ``Literal``.
+    """
+
+    def check(value: str) -> str:
+        allowed = tuple(names())
+        if value not in allowed:
+            raise PydanticCustomError("literal_error", "Input should be one of {names}", {"names": ", ".join(allowed)})
+        return value
+
+    return AfterValidator(check)
 
 
 class LayerSpec(Frozen):

@@ -21,15 +21,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from calc.core.errors import Problem, Problems, UsageError
-from calc.core.schemes import Scheme, known, scheme, schemes
-from calc.core.spec import Frozen
+from calc.core.schemes import Scheme, scheme, schemes
+from calc.core.spec import Frozen, one_of
 from calc.kernels import registry
 from calc.kernels.base import Call
 
-Name = Annotated[str, AfterValidator(known)]
+Name = Annotated[str, one_of(schemes)]
 Group = Literal[32, 64, 128]
 
 

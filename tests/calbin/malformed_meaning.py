@@ -9,7 +9,7 @@ from calbin_tiny import CAPACITY, IO_BASE, KV_BASE, VOCAB, Parts, assemble, prog
 from malformed import CASES, Case, damaged, edited, field
 
 from calc.core.errors import VersionError
-from calc.core.isa import RECORD, Engine, Flag, Fn, Op, Space, Tile
+from calc.core.isa import RECORD, DType, Engine, Flag, Fn, Op, Space, Tile
 from calc.core.packing import TileLayout
 
 P = "submodels[0]"
@@ -267,6 +267,35 @@ def _(r: np.ndarray) -> np.ndarray:
     return r
 
 
+def packed_gemm(r: np.ndarray, tile: Tile, dtype: DType, group: int) -> np.ndarray:
+    """The vector record as a packed GEMM without operand e."""
+    r[VMAP]["op"], r[VMAP]["engine"], r[VMAP]["sub"], r[VMAP]["flags"] = Op.GEMM, Engine.MAT, 0, 2
+    r[VMAP]["tile"], r[VMAP]["a"]["dtype"], r[VMAP]["imm"][2] = tile, dtype, group
+    return r
+
+
+@records("int8 rows without scales", "CALBIN_OPERAND")
+def _(r: np.ndarray) -> np.ndarray:
+    return packed_gemm(r, Tile.W8, DType.I8, 0)
+
+
+@records("scales of rows that are no int8", "CALBIN_OPERAND")
+def _(r: np.ndarray) -> np.ndarray:
+    r = packed_gemm(r, Tile.W4, DType.BF16, 32)
+    r[VMAP]["e"] = r[VMAP]["a"]
+    return r
+
+
+@records("a packed tile without its group size", "CALBIN_RECORD")
+def _(r: np.ndarray) -> np.ndarray:
+    return packed_gemm(r, Tile.W4Z, DType.BF16, 0)
+
+
+@records("a packed tile with a group size it has not", "CALBIN_RECORD")
+def _(r: np.ndarray) -> np.ndarray:
+    return packed_gemm(r, Tile.BF16, DType.BF16, 64)
+
+
 @records("a loop without END", "CALBIN_LOOP")
 def _(r: np.ndarray) -> np.ndarray:
     return np.delete(r, END1)
@@ -335,7 +364,10 @@ for _tile in (0, 2):
 field("49 number of scales", "CALBIN_WEIGHT_BYTES", "weights[3].group", 64)
 field("49 no such group", "CALBIN_WEIGHT_FORMAT", "weights[3].group", 33, 0)
 field("49 the scheme says another group", "CALBIN_QUANT", "quantization[1].group", 64)
-field("49 the scheme says another format", "CALBIN_QUANT", "quantization[0].scheme", "w4a16", "bf16")
+field("49 the scheme says another format", "CALBIN_QUANT", "quantization[0].scheme", "w4a16", "w4z", "bf16")
+field("49 no such scheme", "CALBIN_ENUM", "quantization[0].scheme", "w2a2", "")
+field("49 no such format", "CALBIN_ENUM", "weights[3].format", "w2", "W4")
+field("49 tiles of another format", "CALBIN_QUANT", "weights[3].format", "w4z")
 
 
 @damaged("49 a weight's digest", "CALBIN_WEIGHT_DIGEST", deep=True)

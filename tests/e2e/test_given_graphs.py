@@ -80,6 +80,25 @@ def test_an_alignment_the_compiler_does_not_keep():
     assert "alignment" in e.value.problems[0].where
 
 
+@pytest.mark.parametrize(("schemes", "why"), [(["w2a2"], "no scheme 'w2a2'"), (["bf16"] * 2, "2 schemes for 1")])
+def test_a_calc_node_with_schemes_that_do_not_exist(tmp_path, schemes, why):
+    from onnx import TensorProto, helper
+
+    attributes = {"n": 1, "norm": 0, "bias": 0, "add": 0, "eps": 0.0, "schemes": schemes}
+    node = helper.make_node("Linear", ["x", "w"], ["y"], domain="calc", name="odd", **attributes)
+    x, w, y = (
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
+        for n, s in (("x", [1, 4, 8]), ("w", [8, 8]), ("y", [1, 4, 8]))
+    )
+    opsets = [helper.make_opsetid("", 25), helper.make_opsetid("calc", 1)]
+    graph = helper.make_graph([node], "g", [x, w], [y])
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "g.onnx")
+    with pytest.raises(ModelError) as e:
+        calc.inventory(tmp_path / "g.onnx")
+    assert e.value.code == "ONNX_CALC_NODE"
+    assert why in e.value.problems[0].what
+
+
 @pytest.mark.parametrize(("attributes", "inputs"), [({"add": 0, "eps": 1e-5}, 3), ({"eps": 1e-5}, 2)])
 def test_a_calc_node_that_is_no_call_of_its_kernel(tmp_path, attributes, inputs):
     from onnx import TensorProto, helper

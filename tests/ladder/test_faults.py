@@ -39,7 +39,7 @@ def failed_checks(path) -> list[str]:
 
 def test_a_wrong_export(tmp_path, monkeypatch):
     """Attention's scale is off by 2 %."""
-    from calc import pipeline
+    from calc.stages import source as pipeline
 
     graph = pipeline._graph
 

@@ -12,7 +12,7 @@ import calc.passes.fuse
 from calc.core.errors import InternalError
 from calc.core.isa import Tile
 from calc.core.packing import FORMATS
-from calc.core.schemes import Scheme, UnknownSchemeError, known, parse, scheme, schemes
+from calc.core.schemes import Scheme, UnknownSchemeError, parse, scheme, schemes
 from calc.core.target import TARGET_DIR, load_target, target_names
 from calc.kernels import registry
 from calc.kernels.base import DOMAIN, Kernel
@@ -73,10 +73,8 @@ def test_schemes_that_do_not_exist() -> None:
         scheme("w2")
     with pytest.raises(InternalError, match="no group size 48"):
         scheme("w4z", 48)
-    with pytest.raises(ValueError, match="no such scheme"):
-        known("w2")
     assert issubclass(UnknownSchemeError, InternalError)
-    assert isinstance(scheme(known("bf16")), Scheme)
+    assert isinstance(scheme("bf16"), Scheme)
 
 
 def test_every_fusion_file_is_in_the_order_once() -> None:

@@ -36,6 +36,7 @@ from calc.core.isa import (
 )
 from calc.core.opspec import ImmKind
 from calc.core.optable import SPECS, functions_of
+from calc.core.packing import FORMATS
 from calc.core.target import parse_target
 
 Mask = NDArray[np.bool_]
@@ -161,6 +162,7 @@ def _check(p: _Program, sub: SubModel, part: ChipPart) -> None:
     if not known.all():
         return
     _check_fields(p, part)
+    _check_packed(p)
     _check_registers(p)
     _check_counts(p)
     _check_semaphores(p)
@@ -220,6 +222,16 @@ def _check_fields(p: _Program, part: ChipPart) -> None:
         r["node"],
     )
     p.refuse(np.isnan(r["fimm"]).any(axis=1), "CALBIN_RECORD", "a float immediate is not a number", "no NaN", r["fimm"])
+
+
+def _check_packed(p: _Program) -> None:
+    """A packed GEMM has a group size that its tile format has."""
+    r = p.records
+    packed = p.is_op(Op.GEMM) & ((r["flags"] & Flag.PACKED) != 0)
+    group = r["imm"][:, 2]
+    for fmt in FORMATS.values():
+        wrong = packed & (r["tile"] == fmt.tile) & ~np.isin(group, fmt.groups)
+        p.refuse(wrong, "CALBIN_RECORD", f"a {fmt.name} tile has no such group size", f"one of {fmt.groups}", group)
 
 
 def _check_registers(p: _Program) -> None:

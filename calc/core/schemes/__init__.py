@@ -9,7 +9,7 @@ from functools import cache
 
 from calc.core.schemes.base import Scheme, UnknownSchemeError
 
-__all__ = ["Scheme", "UnknownSchemeError", "known", "parse", "scheme", "schemes"]
+__all__ = ["Scheme", "UnknownSchemeError", "parse", "scheme", "schemes"]
 
 _SHARED = frozenset({"base"})
 
@@ -59,14 +59,3 @@ def parse(text: str) -> Scheme:
             if str(value) == text:
                 return value
     raise UnknownSchemeError(f"no scheme {text!r}: {', '.join(schemes())}, with /GROUP where it has groups")
-
-
-def known(name: str) -> str:
-    """The name itself, for models that are validated.
-
-    Raises:
-        ValueError: no such scheme; pydantic makes it a finding at the field.
-    """
-    if name not in schemes():
-        raise ValueError(f"no such scheme: one of {', '.join(schemes())}")
-    return name
