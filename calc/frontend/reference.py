@@ -21,6 +21,7 @@ from calc.frontend.loaded import Loaded, load
 from calc.frontend.mapping import Recipe, aliases
 
 Floats = NDArray[np.float32]
+_ALIGNMENT = 64  # bytes: what torch's allocator gives, and what MKL asks for to give the same bits again
 
 
 @dataclass(frozen=True)
@@ -173,5 +174,9 @@ def read_weight(recipe: Recipe, tensors: Mapping[str, TensorRef]) -> Tensor:
 def _to_torch(ref: TensorRef) -> Tensor:
     array = ref.read()
     if ref.dtype == "bf16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array))
+        tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # A BLAS may add in another order where data is not aligned as it likes; torch's own memory always is, and numpy's
+    # depends on what was allocated before, so that two compiles could differ in the last bit.
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
