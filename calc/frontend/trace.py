@@ -34,6 +34,7 @@ from calc.frontend.build import FakeModel
 from calc.frontend.experts import patched_experts
 from calc.frontend.norms import patched_norms
 from calc.frontend.rope import RopeSeam, patched_rope
+from calc.frontend.translate import translate
 
 MODEL = "hf"
 """Attribute of `Decoder` that holds the Hugging Face model: the prefix of its names in the traced program."""
@@ -145,20 +146,9 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
             counts = [torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)]
             args = (torch.zeros(batch, seq, dtype=torch.int64), *counts, kv)
             program = torch.export.export(decoder, args, strict=False)
-            onnx_program = torch.onnx.export(
-                program,
-                args,
-                dynamo=True,
-                input_names=input_names(len(layers)),
-                output_names=output_names(len(layers)),
-                opset_version=ops.OPSET,
-                optimize=False,
-                verbose=False,
-                custom_translation_table=ops.translations(),
-            )
-    assert onnx_program is not None  # it is only when a file name is passed
+            model = translate(program, input_names(len(layers)), output_names(len(layers)))
     tables = {f"rope.{name}": buffer.numpy() for name, buffer in rope.tables.named_buffers()}
-    return Traced(onnx_program.model, tables)
+    return Traced(model, tables)
 
 
 @contextmanager
