@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +37,9 @@ from calc.passes.place import Placement, place
 from calc.passes.recipe import assign, bits, load_recipe
 from calc.sim.machine import csr_file, time_programs
 from calc.sim.timing import Counters
+
+if TYPE_CHECKING:
+    from calc.frontend.spec import Opened
 
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)
 
@@ -70,12 +74,13 @@ def compile_model(
         CalcError: every kind a stage can find; nothing is written then.
     """
     target, recipe = load_target(options.target), load_recipe(options.quant)
-    exported, variants, context = _export(source, options, progress)
+    opened = _open(source, options, progress)
+    exported, variants, context = _export(opened, options, progress)
     _check_has_weights(exported, out)
     spec = exported.spec
     graphs = {v: _graph(exported, v) for v in variants}
     ladder = (
-        _start_ladder(source, exported, graphs, options, context, progress)
+        _start_ladder(opened, exported, graphs, options, context, progress)
         if out is not None and options.golden
         else None
     )
@@ -137,13 +142,13 @@ def export_model(
     """Export graphs and ``model_spec.json`` to a directory; see `calc.frontend.save`."""
     from calc.frontend.save import save
 
-    exported, _, _ = _export(source, options, progress)
+    exported, _, _ = _export(_open(source, options, progress), options, progress)
     return save(exported, out_dir)
 
 
 def inventory_model(source: Path, options: CompileOptions, progress: Progress = no_progress) -> InventoryReport:
     """Export and take stock; a directory with only config.json will do."""
-    exported, variants, _ = _export(source, options, progress)
+    exported, variants, _ = _export(_open(source, options, progress), options, progress)
     return report(exported.spec.name, [take_stock(v.name, _graph(exported, v)) for v in variants])
 
 
@@ -185,16 +190,25 @@ def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
     return (*prefill, *(Variant("decode", b, 1) for b in sorted({1, *options.batch})))
 
 
+def _open(source: Path | Exported, options: CompileOptions, progress: Progress) -> Opened | Exported:
+    """The model, read and probed once for all that a compile asks of it; sizes that make no sense are refused first."""
+    variants_of(options)
+    if not isinstance(source, Path):
+        return source
+    from calc.frontend.spec import open_model
+
+    return open_model(source, lambda line: progress(f"open: {line}", 0, 1))
+
+
 def _export(
-    source: Path | Exported, options: CompileOptions, progress: Progress
+    source: Opened | Exported, options: CompileOptions, progress: Progress
 ) -> tuple[Exported, tuple[Variant, ...], int]:
     variants = variants_of(options)
-    if not isinstance(source, Path):
+    if isinstance(source, Exported):
         return _given(source, options)
     from calc.frontend.export import export
-    from calc.frontend.spec import load_spec
 
-    spec = load_spec(source)
+    spec = source.spec
     context = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_CONTEXT)
     too_long = [v for v in variants if v.seq > context]
     if too_long:
@@ -226,7 +240,7 @@ def _export(
     made = export(
         source, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)
     )
-    return replace(made, files=host_files(source)), variants, context
+    return replace(made, files=host_files(source.loaded.model_dir)), variants, context
 
 
 def _check_has_weights(exported: Exported, out: Path | None) -> None:
@@ -401,7 +415,7 @@ def _graph_files(graphs: Mapping[Variant, Graph], stage: str, numerics: Numerics
 
 
 def _start_ladder(
-    source: Path | Exported,
+    source: Opened | Exported,
     exported: Exported,
     graphs: Mapping[Variant, Graph],
     options: CompileOptions,
@@ -409,12 +423,14 @@ def _start_ladder(
     progress: Progress,
 ) -> LadderRun | None:
     """Golden tokens, transformers' answer, and the first rung: the exported graphs."""
-    if not isinstance(source, Path) or any(isinstance(r, ShapeOnlyTensor) for r in exported.weights.values()):
+    if isinstance(source, Exported) or any(isinstance(r, ShapeOnlyTensor) for r in exported.weights.values()):
         return None
     from calc.frontend.reference import reference
 
     buckets = [v.seq for v in graphs if v.role == "prefill"]
-    plan = golden_plan(golden_tokens(source, exported.spec, max(buckets) + DECODE_STEPS + 1), buckets, context)
+    plan = golden_plan(
+        golden_tokens(source.loaded.model_dir, exported.spec, max(buckets) + DECODE_STEPS + 1), buckets, context
+    )
     progress("reference: transformers fp32", 0, 1)
     every = sorted({*plan.rows})
     ref = reference(source, plan.tokens, every)

@@ -19,6 +19,7 @@ from calc.core.tensors import TensorRef
 from calc.frontend.build import empty_model
 from calc.frontend.loaded import Loaded, load
 from calc.frontend.mapping import Recipe, aliases
+from calc.frontend.spec import Opened
 
 Floats = NDArray[np.float32]
 _ALIGNMENT = 64  # bytes: what torch's allocator gives, and what MKL asks for to give the same bits again
@@ -39,11 +40,11 @@ class Reference:
     values: list[Floats]
 
 
-def reference(model_dir: Path, tokens: Sequence[int], rows: Sequence[int]) -> Reference:
+def reference(model: Path | Opened, tokens: Sequence[int], rows: Sequence[int]) -> Reference:
     """What transformers computes in float32: one forward over all of `tokens`.
 
     Args:
-        model_dir: a Hugging Face directory with weights.
+        model: a Hugging Face directory with weights, or one that is open.
         tokens: T token ids.
         rows: positions whose logits are wanted.
 
@@ -51,15 +52,15 @@ def reference(model_dir: Path, tokens: Sequence[int], rows: Sequence[int]) -> Re
         UsageError: a token or row out of range, or no weights.
         ModelError: the directory is damaged.
     """
-    logits, cache = _run(model_dir, tokens, rows, torch.float32)
+    logits, cache = _run(model, tokens, rows, torch.float32)
     keys = [_token_major(getattr(layer, "keys", None)) for layer in cache.layers]
     values = [_token_major(getattr(layer, "values", None)) for layer in cache.layers]
     return Reference(logits, keys, values)
 
 
-def bf16_logits(model_dir: Path, tokens: Sequence[int], rows: Sequence[int]) -> Floats:
+def bf16_logits(model: Path | Opened, tokens: Sequence[int], rows: Sequence[int]) -> Floats:
     """The bfloat16 run of transformers, as a yardstick of what bfloat16 costs: [len(rows), V] as float32."""
-    return _run(model_dir, tokens, rows, torch.bfloat16)[0]
+    return _run(model, tokens, rows, torch.bfloat16)[0]
 
 
 def _token_major(state: Tensor | None) -> Floats:
@@ -69,9 +70,9 @@ def _token_major(state: Tensor | None) -> Floats:
 
 
 def _run(
-    model_dir: Path, tokens: Sequence[int], rows: Sequence[int], dtype: torch.dtype
+    source: Path | Opened, tokens: Sequence[int], rows: Sequence[int], dtype: torch.dtype
 ) -> tuple[Floats, DynamicCache]:
-    loaded = load(model_dir)
+    loaded = source.loaded if isinstance(source, Opened) else load(source)
     _check_request(loaded, tokens, rows)
     model = empty_model(loaded.config.hf, dtype)
     if model._can_set_experts_implementation():

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.fx import Node
 from torch.onnx._internal.exporter import _core, _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -23,8 +25,8 @@ _aten = torch.ops.aten
 _ASSERTIONS = frozenset({_aten._assert_tensor_metadata.default, _aten._assert_scalar.default})
 """Nodes that the exporter drops."""
 
-_KEPT = frozenset({_aten.linear.default, _aten.contiguous.default, _aten.softmax.int})
-"""Composites whose translation gives what that of their parts gives, after the graph is tidied."""
+_KEPT = frozenset({_aten.linear.default, _aten.contiguous.default, _aten.softmax.int, _aten.reshape.default})
+"""Composites whose translation gives what that of their parts gives, once `simplify` and the clean-up have run."""
 
 
 @functools.cache
@@ -36,26 +38,6 @@ def registry() -> ONNXRegistry:
     return known
 
 
-def simplify(program: ExportedProgram) -> None:
-    """Do what decomposing does to the composites that nearly every model has, in place: one node for one node.
-
-    Before::  reshape(x, shape); to(x, its own dtype)
-    After::   view(x, shape); x
-    """
-    graph = program.graph
-    outputs = {spec.arg.name for spec in program.graph_signature.output_specs if hasattr(spec.arg, "name")}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is _aten.reshape.default:
-            node.target = _aten.view.default
-        elif node.target is _aten.to.dtype and len(node.args) == 2 and not node.kwargs and node.name not in outputs:
-            source = node.args[0]
-            if source.meta["val"].dtype == node.args[1]:
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
-
-
 def to_decompose(program: ExportedProgram) -> str | None:
     """The first reason to decompose a program; None where that would give the same program again.
 
@@ -65,7 +47,8 @@ def to_decompose(program: ExportedProgram) -> str | None:
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         return "a buffer or an input is written"
-    targets = {node.target: None for node in program.graph.nodes if node.op == "call_function"}
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    targets = {node.target: None for node in calls if not _is_idle_cast(program, node)}
     return next((reason for target in targets if (reason := _reason(target)) is not None), None)
 
 
@@ -82,6 +65,32 @@ def _reason(target: object) -> str | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
         return f"{target} is a composite"
     return None
+
+
+def _is_idle_cast(program: ExportedProgram, node: Node) -> bool:
+    """A cast to the type a value has; not where the result is an output, which is known by its node's name."""
+    if node.target is not _aten.to.dtype or len(node.args) != 2 or node.kwargs:
+        return False
+    source, dtype = node.args
+    outputs = {spec.arg.name for spec in program.graph_signature.output_specs if isinstance(spec.arg, TensorArgument)}
+    return isinstance(source, Node) and source.meta["val"].dtype == dtype and node.name not in outputs
+
+
+def simplify(program: ExportedProgram) -> None:
+    """Do, in place, what decomposing does to the composites that nearly every model has: one node for one node.
+
+    Before::  reshape(x, shape); to(x, its own dtype)
+    After::   view(x, shape); x
+
+    The result is for translation alone: in torch, a view asks for strides that a reshape does without.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is _aten.reshape.default:
+            node.target = _aten.view.default
+        elif _is_idle_cast(program, node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _same(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
@@ -110,9 +119,9 @@ def translate(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
     Raises:
         torch.onnx.OnnxExporterError: an operator has no translation.
     """
-    simplify(program)
     if to_decompose(program) is not None:
         return _export(program, inputs, outputs)
+    simplify(program)
     with _as_it_is():
         return _export(program, inputs, outputs)
 
