@@ -436,7 +436,8 @@ def _start_ladder(
     ref = reference(source, plan.tokens, every)
     picked = [every.index(r) for r in plan.replay_rows]
     end = plan.prompt + DECODE_STEPS
-    ground = Replayed(ref.logits[picked], [k[:end] for k in ref.keys], [v[:end] for v in ref.values])
+    # copies: a view would keep every token's KV of the longest bucket
+    ground = Replayed(ref.logits[picked], [k[:end].copy() for k in ref.keys], [v[:end].copy() for v in ref.values])
     params = sum(int(np.prod(r.shape)) for r in exported.weights.values())
     run = LadderRun(
         plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def export(
         if progress is not None:
             progress(f"exporting {variant.name}")
         graph, refs = _graph(loaded, spec, variant, max_seq_len)
+        gc.collect()  # a trace leaves cycles behind, and the next one makes as many again
         graphs[variant] = graph
         weights.update(refs)
     return Exported(spec, graphs, weights)

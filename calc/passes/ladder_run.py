@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.errors import Problem, VerificationError
+from calc.core.errors import Problem, Problems, VerificationError
 from calc.core.metrics import max_abs
 from calc.core.options import Progress
 from calc.core.variant import Variant
@@ -23,6 +23,9 @@ from calc.passes.ladder import QUANT_GATES, GoldenPlan, Ladder, Weights
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]
 Groups = Mapping[str, int]
+
+_BLOCK = 1 << 22
+"""Elements of a weight that are checked at a time."""
 
 
 @dataclass
@@ -48,8 +51,8 @@ class LadderRun:
         todo = self.plan.calls(self.prefill.seq, self.prefill.name, self.decode.name)
         graphs = {v.name: self.graphs[v] for v in (self.prefill, self.decode)}
         count = iter(range(1 << 30))
-        finite = Finite()
-        provider = self._provider(values, schemes, groups)
+        finite, problems = Finite(), Problems()
+        provider = self._provider(values, schemes, groups, problems)
         result = replay(
             graphs,
             _checked(provider, finite) if values == "raw" else provider,
@@ -57,14 +60,15 @@ class LadderRun:
             lambda s: progress(f"ladder: {stage}", next(count), 0),
         )
         finite.raise_if_any()
+        problems.raise_if_any(VerificationError)
         return result
 
     @staticmethod
-    def _provider(values: Values, schemes: Schemes, groups: Groups) -> Provider:
-        def get(graph: Graph, name: str) -> NDArray[np.generic]:
-            weights = Weights(graph.weights, schemes, groups)
+    def _provider(values: Values, schemes: Schemes, groups: Groups, problems: Problems) -> Provider:
+        def get(graph: Graph, name: str, floats: bool) -> NDArray[np.generic]:
+            weights = Weights(graph.weights, schemes, groups, problems)
             read = {"raw": weights.raw, "fp32": weights.fp32, "bf16": weights.bf16, "quantized": weights.quantized}
-            return read[values](name)
+            return read["fp32" if values == "raw" and floats else values](name)
 
         return get
 
@@ -105,7 +109,7 @@ class LadderRun:
     def _once(self, v: Variant, values: Values) -> Replayed:
         """The replay's first prefill or decode call, without a past."""
         call = self.plan.calls(self.prefill.seq, v.name, v.name)[0 if v.role == "prefill" else 1]
-        return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}), [replace(call, past=0)])
+        return replay({v.name: self.graphs[v]}, self._provider(values, {}, {}, Problems()), [replace(call, past=0)])
 
     def check_numerics(
         self, graphs: Mapping[Variant, Graph], schemes: Schemes, groups: Groups, progress: Progress
@@ -126,7 +130,6 @@ class LadderRun:
         if set(schemes.values()) != {"bf16"}:
             for v in (self.prefill, self.decode):
                 bind_functions(graphs[v], "npu")
-            Weights(graphs[self.prefill].weights, schemes, groups).check_steps()
             self.ladder.quant_gate = max(QUANT_GATES[s] for s in schemes.values() if s in QUANT_GATES)
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, groups, "quantized", progress))
             last = "quantized"
@@ -138,11 +141,13 @@ def _checked(provider: Provider, finite: Finite) -> Provider:
     """The same weights, each checked when it is read first."""
     seen = set[str]()
 
-    def get(graph: Graph, name: str) -> NDArray[np.generic]:
-        data = provider(graph, name)
+    def get(graph: Graph, name: str, floats: bool) -> NDArray[np.generic]:
+        data = provider(graph, name, floats)
         if name not in seen:
             seen.add(name)
-            finite.check(", ".join(graph.weights[name].sources) or name, data)
+            flat = data.reshape(-1)
+            for start in range(0, flat.size, _BLOCK):  # the check needs memory in proportion
+                finite.check(", ".join(graph.weights[name].sources) or name, flat[start : start + _BLOCK])
         return data
 
     return get
