@@ -22,10 +22,10 @@ CALBIN  := $(OUT)/$(NAME).calbin
 SOURCES := $(if $(filter $(SMOLLM2),$(MODEL)),$(SMOLLM2)/config.json,$(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors))
 export PROMPT
 
-.PHONY: help setup demo lint test bench fuzz sweep clean
+.PHONY: help setup demo lint test portability bench fuzz sweep clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY) ## create .venv and install the project into it
 
@@ -55,6 +55,9 @@ lint: $(READY) ## style, types and layers
 
 test: lint ## all checks
 	$(BIN)/pytest -n 2
+
+portability: $(READY) ## all tests as on other machines: lower instruction sets; 1, 2 and 4 threads. QUICK=1: a fixed part
+	$(BIN)/python scripts/portability.py $(if $(QUICK),--quick)
 
 bench: $(CALBIN) ## measure MODEL's artefact
 	$(BIN)/calc bench $(CALBIN)

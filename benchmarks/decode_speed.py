@@ -21,7 +21,7 @@ from calc.core.variant import Variant
 from calc.frontend.export import export
 from calc.passes.base import Graph
 from calc.passes.calls import bind_functions
-from calc.passes.execute import Segment, session
+from calc.passes.execute import Held, Segment, session
 from calc.passes.order import fusion_passes
 from calc.sim.runtime import Device
 from calc.stages.source import _graph
@@ -37,7 +37,8 @@ def fused_session(model: Path, capacity: int) -> tuple[rt.InferenceSession, Grap
     graph = g.model.graph
     names = tuple(i.name for i in graph.inputs)
     seg = Segment(tuple(graph), names, tuple(graph.initializers), tuple(o.name for o in graph.outputs))
-    return session(g, seg, lambda graph, name: graph.weights[name].read().astype(np.float32)), g
+    held = Held(lambda graph, name, _: graph.weights[name].read().astype(np.float32))
+    return session(g, seg, held, packed=True).runtime, g
 
 
 class Ort:

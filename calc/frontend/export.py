@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from calc.core.tensors import ArrayTensor, TensorRef
 from calc.core.variant import Variant
 from calc.frontend.cleanup import cleanup, strip
 from calc.frontend.link import link
-from calc.frontend.loaded import Loaded, load
+from calc.frontend.loaded import Loaded
 from calc.frontend.mapping import aliases
-from calc.frontend.spec import spec_of
+from calc.frontend.spec import Opened, open_model
 from calc.frontend.trace import MODEL, trace
 
 
 def export(
-    model_dir: Path,
+    model: Path | Opened,
     variants: Sequence[Variant],
     max_seq_len: int,
     *,
@@ -30,7 +31,7 @@ def export(
     """Export a decoder language model.
 
     Args:
-        model_dir: a Hugging Face directory. With only config.json, weights are known by shape alone.
+        model: a Hugging Face directory, or one that is open. With only config.json, weights are known by shape alone.
         variants: the static shapes wanted.
         max_seq_len: valid tokens a KV slot can hold.
         progress: called with one line per step.
@@ -41,14 +42,15 @@ def export(
         UnsupportedError: the model uses what calc cannot do.
     """
     _check_request(variants, max_seq_len)
-    loaded = load(model_dir, progress)
-    spec = spec_of(loaded)
+    opened = open_model(model, progress)
+    loaded, spec = opened.loaded, opened.spec
     graphs: dict[Variant, ir.Model] = {}
     weights: dict[str, TensorRef] = {}
     for variant in dict.fromkeys(variants):
         if progress is not None:
             progress(f"exporting {variant.name}")
         graph, refs = _graph(loaded, spec, variant, max_seq_len)
+        gc.collect()  # a trace leaves cycles behind, and the next one makes as many again
         graphs[variant] = graph
         weights.update(refs)
     return Exported(spec, graphs, weights)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +23,36 @@ _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_function")
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A model directory that was read and probed: what export and reference work on, so that a compile opens it once.
+
+    Attributes:
+        loaded: config, checkpoint and fake model.
+        spec: what they say.
+    """
+
+    loaded: Loaded
+    spec: ModelSpec
+
+
+def open_model(model: Path | Opened, progress: Callable[[str], None] | None = None) -> Opened:
+    """Read and check a model directory; one that is open already is given back.
+
+    Args:
+        model: a Hugging Face directory; with only config.json, weights are known by shape alone.
+        progress: called with one line per step.
+
+    Raises:
+        ModelError: what is missing or contradictory.
+        UnsupportedError: what calc cannot do.
+    """
+    if isinstance(model, Opened):
+        return model
+    loaded = load(model, progress)
+    return Opened(loaded, spec_of(loaded))
+
+
 def load_spec(model_dir: Path) -> ModelSpec:
     """Read and check a model directory; no tensor data is read but to compare tied weights.
 
@@ -31,7 +63,7 @@ def load_spec(model_dir: Path) -> ModelSpec:
         ModelError: what is missing or contradictory.
         UnsupportedError: what calc cannot do.
     """
-    return spec_of(load(model_dir))
+    return open_model(model_dir).spec
 
 
 def spec_of(loaded: Loaded) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from calc.frontend.build import FakeModel
 from calc.frontend.experts import patched_experts
 from calc.frontend.norms import patched_norms
 from calc.frontend.rope import RopeSeam, patched_rope
+from calc.frontend.translate import translate
 
 MODEL = "hf"
 """Attribute of `Decoder` that holds the Hugging Face model: the prefix of its names in the traced program."""
@@ -134,7 +136,7 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
     """
     batch, seq, capacity = variant.batch, variant.seq, max_seq_len + variant.seq
     attention, rope = AttentionSeam(), RopeSeam()
-    with _seams(fake.model, attention, rope, capacity, max_seq_len), _quiet():
+    with _no_collection(), _seams(fake.model, attention, rope, capacity, max_seq_len), _quiet():
         decoder = Decoder(fake.model, attention, rope).eval()
         with fake.mode, _refusals(fake.model):
             kv = [
@@ -145,20 +147,9 @@ def trace(fake: FakeModel, layers: Sequence[LayerSpec], variant: Variant, max_se
             counts = [torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)]
             args = (torch.zeros(batch, seq, dtype=torch.int64), *counts, kv)
             program = torch.export.export(decoder, args, strict=False)
-            onnx_program = torch.onnx.export(
-                program,
-                args,
-                dynamo=True,
-                input_names=input_names(len(layers)),
-                output_names=output_names(len(layers)),
-                opset_version=ops.OPSET,
-                optimize=False,
-                verbose=False,
-                custom_translation_table=ops.translations(),
-            )
-    assert onnx_program is not None  # it is only when a file name is passed
+            model = translate(program, input_names(len(layers)), output_names(len(layers)))
     tables = {f"rope.{name}": buffer.numpy() for name, buffer in rope.tables.named_buffers()}
-    return Traced(onnx_program.model, tables)
+    return Traced(model, tables)
 
 
 @contextmanager
@@ -178,6 +169,18 @@ def _refusals(model: PreTrainedModel) -> Iterator[None]:
                 hint="the family needs a seam in calc/frontend",
             )
         ) from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tracing makes millions of objects that all stay alive: searching them for garbage takes a fifth of an export."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """Execute: a graph in ONNX Runtime, a layer at a time.
 
-The graph is cut where decoder layers begin. A segment's weights are read, its session runs for every call of the
-replay, and is dropped before the next segment's weights are read; so memory is bounded by the largest segment, never
-by the model. That is possible because the tokens of a replay are known beforehand.
+The graph is cut where decoder layers begin. A segment's weights are read, once for all graphs of the replay, its
+sessions run for every call, and all are dropped before the next segment's weights are read; so memory is bounded by the
+largest segment, never by the model. That is possible because the tokens of a replay are known beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
@@ -16,15 +16,21 @@ import onnx_ir as ir
 import onnxruntime as rt
 from numpy.typing import NDArray
 
+from calc.core.errors import InternalError
+from calc.core.heap import trim
 from calc.core.roles import CURRENT, IDS, LOGITS, PAST, is_state, is_state_input, kv_name, state_of
+from calc.core.tensors import ArrayTensor
 from calc.passes.base import Graph
 
 Array = NDArray[np.generic]
-Provider = Callable[[Graph, str], Array]
+Provider = Callable[[Graph, str, bool], Array]
+"""A weight's data by graph and initializer name; True asks for it in FP32, which the stored type fits into."""
 
 INLINE_LIMIT = 1 << 20
-"""Weights up to this many bytes travel inside a segment's model; larger ones are handed over as arrays, which spares
-the copies that serialising them would make."""
+"""Weights up to this many bytes travel inside a segment's model, where ONNX Runtime folds what is computed on them.
+Larger ones are inputs of its session: an initializer would be copied, transposed and packed before the first call."""
+
+_FITS_FP32 = frozenset({"f32", "bf16", "f16"})
 
 
 @dataclass(frozen=True)
@@ -103,60 +109,175 @@ def _segment(g: Graph, nodes: tuple[ir.Node, ...], weights_only: set[int]) -> Se
     return Segment(nodes, tuple(inputs), tuple(weights), tuple(outputs))
 
 
-def session(g: Graph, seg: Segment, provider: Provider) -> rt.InferenceSession:
-    """A session for one segment, its weights inside."""
+@dataclass
+class Held:
+    """The large weights of one segment, read once for all graphs that read the same tensor."""
+
+    provider: Provider
+    values: dict[tuple[str, bool], rt.OrtValue] = field(default_factory=dict)
+
+    def get(self, g: Graph, name: str, floats: bool) -> rt.OrtValue:
+        """A weight's value. Tables that a graph holds itself are as long as its own buffers, so nobody shares them."""
+        if isinstance(g.weights[name], ArrayTensor):
+            return _ort_value(self.provider(g, name, floats))
+        key = (name, floats)
+        if key not in self.values:
+            self.values[key] = _ort_value(self.provider(g, name, floats))
+        return self.values[key]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A segment in ONNX Runtime, and the weights among its inputs."""
+
+    runtime: rt.InferenceSession
+    outputs: tuple[str, ...]
+    weights: Mapping[str, rt.OrtValue]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The segment's outputs by name."""
+        given = {name: _ort_value(data) for name, data in feeds.items()}
+        results = self.runtime.run_with_ort_values(list(self.outputs), {**given, **self.weights})
+        return {name: value.numpy() for name, value in zip(self.outputs, results, strict=True)}
+
+
+def session(g: Graph, seg: Segment, held: Held, *, packed: bool = False) -> Session:
+    """A session for one segment, with its weights.
+
+    What computes on weights alone runs once, here, and its results are inputs like the weights; but for a
+    transposition whose result is multiplied by, which ONNX Runtime does within the product.
+
+    Args:
+        g: the graph.
+        seg: a part of it.
+        held: gives the weights.
+        packed: make all weights initializers: slow to open and twice the memory, for a session that runs often.
+    """
+    inputs = {name: _tensor_type(g, name) for name in seg.inputs}
+    if packed:
+        weights = {n: held.get(g, n, False) for n in seg.weights if n in g.weights}
+        return Session(_runtime(g, seg.nodes, inputs, seg.outputs, weights, arena=True), seg.outputs, {})
+    casts, once, rest = _by_time(g, seg)
+    values = {_only(n.outputs): held.get(g, _only(n.inputs), True) for n in casts}
+    values |= {n: held.get(g, n, False) for n in _reads((*once, *rest)) if n in g.weights}
+    read = _reads(rest)
+    fixed = {n: v for n, v in values.items() if n in read and _is_fixed(v)}
+    if once:
+        made = {o.name for n in once for o in n.outputs}
+        wanted = [n for n in read if n in made]
+        first = {n: values[n] for n in _reads(once) if n in values}
+        runtime = _runtime(g, once, {n: _of(v) for n, v in first.items()}, wanted, {})
+        values |= dict(zip(wanted, runtime.run_with_ort_values(wanted, first), strict=True))
+    fed = {n: values[n] for n in read if n in values and n not in fixed}
+    inputs |= {n: _of(v) for n, v in fed.items()}
+    return Session(_runtime(g, rest, inputs, seg.outputs, fixed), seg.outputs, fed)
+
+
+def _by_time(g: Graph, seg: Segment) -> tuple[list[ir.Node], list[ir.Node], list[ir.Node]]:
+    """A segment's nodes: casts of weights to FP32, what else runs once on weights alone, and what runs at each call."""
+    weights_only = _weights_only(g.model.graph)
+    casts, once, rest = [], [], []
+    for n in seg.nodes:
+        if id(n) not in weights_only:
+            rest.append(n)
+        elif _is_cast_of_weight(g, n):
+            casts.append(n)
+        elif n.op_type == "Transpose" and not any(id(c) in weights_only for c in n.outputs[0].consumers()):
+            rest.append(n)
+        else:
+            once.append(n)
+    return casts, once, rest
+
+
+def _is_cast_of_weight(g: Graph, n: ir.Node) -> bool:
+    source = n.inputs[0] if n.op_type == "Cast" and not n.domain else None
+    ref = None if source is None else g.weights.get(source.name or "")
+    return ref is not None and ref.dtype in _FITS_FP32 and n.attributes["to"].as_int() == ir.DataType.FLOAT
+
+
+def _reads(nodes: Sequence[ir.Node]) -> dict[str, None]:
+    """Names of what nodes read, in order."""
+    return {v.name: None for n in nodes for v in n.inputs if v is not None and v.name is not None}
+
+
+def _only(values: Sequence[ir.Value | None]) -> str:
+    """The name of the only value."""
+    (value,) = values
+    if value is None or value.name is None:
+        raise InternalError("a cast without a named input and output")
+    return value.name
+
+
+def _is_fixed(value: rt.OrtValue) -> bool:
+    """Small ones, and codes of int8 weights: a product of integers takes no operand transposed."""
+    size = int(np.prod(value.shape())) * (1 if value.element_type() == onnx.TensorProto.INT8 else 4)
+    return size <= INLINE_LIMIT or value.element_type() == onnx.TensorProto.INT8
+
+
+TensorType = tuple[int, list[int] | None]
+"""Element type and shape."""
+
+
+def _of(value: rt.OrtValue) -> TensorType:
+    return value.element_type(), list(value.shape())
+
+
+def _tensor_type(g: Graph, name: str) -> TensorType:
     graph = g.model.graph
-    values: dict[str, ir.Value] = {}
-    for n in graph:
-        for v in n.outputs:
-            values[v.name or ""] = v
-    for v in graph.inputs:
-        values[v.name or ""] = v
+    values = (v for v in (*graph.inputs, *(o for n in graph for o in n.outputs)) if v.name == name)
+    value = next(values)
+    return (value.dtype or ir.DataType.FLOAT).value, None if value.shape is None else list(value.shape.numpy())
+
+
+def _runtime(
+    g: Graph,
+    nodes: Sequence[ir.Node],
+    inputs: Mapping[str, TensorType],
+    outputs: Sequence[str],
+    weights: Mapping[str, rt.OrtValue],
+    *,
+    arena: bool = False,
+) -> rt.InferenceSession:
+    """A session over nodes; `weights` and constants are its initializers.
+
+    `arena` keeps the largest call's memory until the session is gone, and spares asking for it at every call.
+    """
     proto = onnx.ModelProto()
     proto.ir_version = 10
     for domain, version in sorted(g.model.opset_imports.items()):
         proto.opset_import.append(onnx.helper.make_opsetid(domain, version))
-    used = {n.op_identifier() for n in seg.nodes}
+    used = {n.op_identifier() for n in nodes}
     proto.functions.extend(ir.serde.serialize_function(f) for k, f in sorted(g.model.functions.items()) if k in used)
     proto.graph.name = "segment"
-    proto.graph.node.extend(ir.serde.serialize_node(n) for n in seg.nodes)
-    for names, target in ((seg.inputs, proto.graph.input), (seg.outputs, proto.graph.output)):
-        for name in names:
-            v = values[name]
-            elem = (v.dtype or ir.DataType.FLOAT).value
-            target.append(
-                onnx.helper.make_tensor_value_info(name, elem, None if v.shape is None else list(v.shape.numpy()))
-            )
+    proto.graph.node.extend(ir.serde.serialize_node(n) for n in nodes)
+    proto.graph.input.extend(onnx.helper.make_tensor_value_info(n, *t) for n, t in inputs.items())
+    proto.graph.output.extend(onnx.helper.make_tensor_value_info(n, *_tensor_type(g, n)) for n in outputs)
     options = rt.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
+    options.enable_cpu_mem_arena = arena
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    small = {n: graph.initializers[n] for n in seg.weights if n not in g.weights}
-    for name, value in small.items():
-        assert value.const_value is not None
-        proto.graph.initializer.append(
-            onnx.numpy_helper.from_array(np.ascontiguousarray(value.const_value.numpy()), name)
-        )
-    handed: list[str] = []
-    held: list[rt.OrtValue] = []
-    for name in (n for n in seg.weights if n in g.weights):
-        data = np.ascontiguousarray(provider(g, name))
-        if data.nbytes <= INLINE_LIMIT:
+    constants = g.model.graph.initializers
+    for name in _reads(nodes):
+        value = constants.get(name)
+        if value is not None and value.const_value is not None and name not in inputs and name not in weights:
+            data = np.ascontiguousarray(value.const_value.numpy())
             proto.graph.initializer.append(onnx.numpy_helper.from_array(data, name))
-            continue
-        elem = onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
-        t = onnx.TensorProto(name=name, data_type=elem, dims=data.shape, data_location=onnx.TensorProto.EXTERNAL)
+    for name, held in weights.items():
+        t = onnx.TensorProto(
+            name=name, data_type=held.element_type(), dims=held.shape(), data_location=onnx.TensorProto.EXTERNAL
+        )
         t.external_data.add(key="location", value="weights")
         proto.graph.initializer.append(t)
-        handed.append(name)
-        held.append(_ort_value(data, elem))
-    if handed:
-        options.add_external_initializers(handed, held)
+    if weights:
+        options.add_external_initializers(list(weights), list(weights.values()))
     return rt.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def _ort_value(data: Array, elem: int) -> rt.OrtValue:
-    """A value of ONNX Runtime's own, also of types numpy has no name for."""
+def _ort_value(data: Array) -> rt.OrtValue:
+    """A value of ONNX Runtime's own over the same memory, also of types numpy has no name for."""
+    data = np.ascontiguousarray(data)
+    elem = onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
     if elem == onnx.TensorProto.BFLOAT16:
         return rt.OrtValue.ortvalue_from_numpy_with_onnx_type(data.view(np.uint16), elem)
     return rt.OrtValue.ortvalue_from_numpy(data)
@@ -213,15 +334,15 @@ def replay(
             progress(f"segment {at}")
         cache: dict[str, Array] = {}
         later = {name: {v for s in cut[at + 1 :] for v in s.inputs} for name, cut in cuts.items()}
-        sessions: dict[str, rt.InferenceSession] = {}
+        held = Held(provider)
+        open_now: tuple[str, Session] | None = None
         for i, call in enumerate(plan):
             seg = cuts[call.graph][at]
-            if call.graph not in sessions:
-                sessions.clear()
-                sessions[call.graph] = session(graphs[call.graph], seg, provider)
+            if open_now is None or open_now[0] != call.graph:
+                open_now = None  # one session at a time
+                open_now = (call.graph, session(graphs[call.graph], seg, held))
             feeds = {n: _feed(graphs[call.graph], n, live[i], cache) for n in seg.inputs}
-            results = dict(zip(seg.outputs, sessions[call.graph].run(list(seg.outputs), feeds), strict=True))
-            for name, data in results.items():
+            for name, data in open_now[1].run(feeds).items():
                 if is_state(name):
                     cache[name] = data
                 else:
@@ -229,6 +350,8 @@ def replay(
             live[i] = {n: v for n, v in live[i].items() if n in later[call.graph] or n == LOGITS}
         for name, data in cache.items():
             keep.setdefault(name, {})["data"] = data[0, :, :total].transpose(1, 0, 2).copy()
+        del held, open_now, cache
+        trim()
     layers = len(keep) // 2
     return Replayed(
         np.concatenate([np.asarray(v[LOGITS], np.float32) for v in live]),
@@ -243,8 +366,10 @@ def _feed(g: Graph, name: str, live: Mapping[str, Array], cache: Mapping[str, Ar
     value = next(v for v in g.model.graph.inputs if v.name == name)
     assert value.shape is not None
     shape = tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
-    out = np.zeros(shape, np.float32)
     held = cache.get(state_of(name))
+    if held is not None and held.shape == shape:
+        return held
+    out = np.zeros(shape, np.float32)
     if held is not None:
         n = min(shape[2], held.shape[2])
         out[:, :, :n] = held[:, :, :n]

@@ -10,7 +10,7 @@ with the one before it, so that the one that fails is the stage that is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from calc.calbin.manifest import Rung
 from calc.core.errors import InternalError, Problem, Problems, VerificationError
 from calc.core.metrics import max_abs, rel_rms
 from calc.core.schemes import Scheme, scheme
-from calc.core.tensors import TensorRef
+from calc.core.tensors import ColumnsTensor, FileTensor, RowsTensor, StackTensor, TensorRef
 from calc.core.variant import Variant
 from calc.passes.execute import ReplayCall, Replayed
 
@@ -294,6 +294,7 @@ class Weights:
 
     refs: Mapping[str, TensorRef]
     schemes: Mapping[str, Scheme]
+    problems: Problems = field(default_factory=Problems)
 
     def raw(self, name: str) -> NDArray[np.generic]:
         """As stored in the checkpoint."""
@@ -301,7 +302,7 @@ class Weights:
 
     def fp32(self, name: str) -> NDArray[np.generic]:
         """In FP32."""
-        return self.refs[name].read().astype(np.float32)
+        return self._values(name, None)[0]
 
     def bf16(self, name: str) -> NDArray[np.generic]:
         """Matrices rounded to BF16, in FP32; everything else in FP32."""
@@ -310,33 +311,58 @@ class Weights:
     def quantized(self, name: str) -> NDArray[np.generic]:
         """Under each weight's scheme; ``<name>/scale`` gives the scales of its rows.
 
+        Every value is compared with the checkpoint's as it is read: `problems` receives LADDER_QUANTIZED for each
+        weight that is not its checkpoint rounded to nearest.
+
         Raises:
-            InternalError: its scheme has none.
+            InternalError: its scheme has no scales per row.
         """
         base = name.removesuffix("/scale")
-        values, scale = self._values(base, self.schemes.get(base))
-        if name == base:
+        values, scale = self._values(base, self.schemes.get(base), check=base == name)
+        if base == name:
             return values
         if scale is None:
             raise InternalError(f"{name}: the scheme of {base} has no scale per row")
         return scale
 
-    def check_steps(self) -> None:
-        """Every quantized weight against the checkpoint, one at a time.
+    def _values(
+        self, name: str, chosen: Scheme | None, *, check: bool = False
+    ) -> tuple[NDArray[np.generic], F32 | None]:
+        """A block of rows at a time: rounding needs several times the memory of what it rounds."""
+        ref = self.refs[name]
+        out: NDArray[np.generic] | None = None
+        scales: list[F32] = []
+        found = len(self.problems.items)
+        for rows in _blocks(ref):
+            w: F32 = (ref.read() if rows is None else ref.rows(*rows)).astype(np.float32)
+            values: NDArray[np.generic] = w
+            scale: F32 | None = None
+            if chosen is not None:
+                values, scale = chosen.ort_values(w.reshape(-1, w.shape[-1]))
+            if check and chosen is not None and chosen.name != "bf16" and len(self.problems.items) == found:
+                check_steps(name, w, values, scale, chosen, self.problems)
+            if scale is not None:
+                scales.append(scale.reshape(w.shape[:-1]))
+            if rows is None:
+                out = values.reshape(w.shape)
+                break
+            out = np.empty(ref.shape, values.dtype) if out is None else out
+            out[slice(*rows)] = values.reshape(w.shape)
+        if out is None:
+            raise InternalError(f"{name}: a weight without rows")
+        return out, np.concatenate(scales) if scales else None
 
-        Raises:
-            VerificationError: LADDER_QUANTIZED for each weight that is not its checkpoint rounded to nearest.
-        """
-        problems = Problems()
-        for name, chosen in self.schemes.items():
-            if chosen.name != "bf16":
-                w = self.refs[name].read().astype(np.float32)
-                check_steps(name, w, *self._values(name, chosen), chosen, problems)
-        problems.raise_if_any(VerificationError)
 
-    def _values(self, name: str, chosen: Scheme | None) -> tuple[NDArray[np.generic], F32 | None]:
-        w = self.refs[name].read().astype(np.float32)
-        if chosen is None:
-            return w, None
-        values, scale = chosen.ort_values(w.reshape(-1, w.shape[-1]))
-        return values.reshape(w.shape), None if scale is None else scale.reshape(w.shape[:-1])
+_BLOCK = 1 << 22
+"""Elements of a large weight that are read at a time."""
+
+
+def _blocks(ref: TensorRef) -> Iterator[tuple[int, int] | None]:
+    """Ranges of rows; None is all at once, for what is small or would be read whole for each range."""
+    size = int(np.prod(ref.shape, dtype=np.int64))
+    if size <= _BLOCK or not isinstance(ref, FileTensor | StackTensor | RowsTensor | ColumnsTensor):
+        yield None
+        return
+    step = max(1, _BLOCK // (size // ref.shape[0]))
+    for start in range(0, ref.shape[0], step):
+        yield start, min(start + step, ref.shape[0])

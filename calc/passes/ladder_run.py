@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.errors import Problem, VerificationError
+from calc.core.errors import Problem, Problems, VerificationError
 from calc.core.metrics import max_abs
 from calc.core.options import Progress
 from calc.core.roles import ROLES
@@ -23,6 +23,9 @@ from calc.passes.ladder import DECODE_STEPS, GoldenPlan, Ladder, Weights
 
 Values = Literal["raw", "fp32", "bf16", "quantized"]
 Schemes = Mapping[str, Scheme]
+
+_BLOCK = 1 << 22
+"""Elements of a weight that are checked at a time."""
 
 
 @dataclass
@@ -53,8 +56,8 @@ class LadderRun(Watcher):
         todo = self.plan.calls(self.prefill, self.decode)
         graphs = {v.name: self.graphs[v] for v in self.variants}
         count = iter(range(1 << 30))
-        finite = Finite()
-        provider = self._provider(values, schemes)
+        finite, problems = Finite(), Problems()
+        provider = self._provider(values, schemes, problems)
         result = replay(
             graphs,
             _checked(provider, finite) if values == "raw" else provider,
@@ -62,14 +65,15 @@ class LadderRun(Watcher):
             lambda s: progress(f"ladder: {stage}", next(count), 0),
         )
         finite.raise_if_any()
+        problems.raise_if_any(VerificationError)
         return replace(result, logits=result.logits[-DECODE_STEPS - 1 :])
 
     @staticmethod
-    def _provider(values: Values, schemes: Schemes) -> Provider:
-        def get(graph: Graph, name: str) -> NDArray[np.generic]:
-            weights = Weights(graph.weights, schemes)
+    def _provider(values: Values, schemes: Schemes, problems: Problems) -> Provider:
+        def get(graph: Graph, name: str, floats: bool) -> NDArray[np.generic]:
+            weights = Weights(graph.weights, schemes, problems)
             read = {"raw": weights.raw, "fp32": weights.fp32, "bf16": weights.bf16, "quantized": weights.quantized}
-            return read[values](name)
+            return read["fp32" if values == "raw" and floats else values](name)
 
         return get
 
@@ -111,7 +115,7 @@ class LadderRun(Watcher):
         """The replay's first prefill or decode call, without a past."""
         several = ROLES[v.role].several
         call = self.plan.calls(v if several else None, None if several else v)[0]
-        return replay({v.name: self.graphs[v]}, self._provider(values, {}), [replace(call, past=0)])
+        return replay({v.name: self.graphs[v]}, self._provider(values, {}, Problems()), [replace(call, past=0)])
 
     def check_fused(self, progress: Progress) -> None:
         """Rung fused: the fusions computed in FP32."""
@@ -134,7 +138,6 @@ class LadderRun(Watcher):
         if {s.name for s in schemes.values()} != {"bf16"}:
             for v in self.variants:
                 bind_functions(self.graphs[v], "npu")
-            Weights(g.weights, schemes).check_steps()
             self.ladder.schemes = frozenset(schemes.values())
             self.ladder.climb("quantized", "bf16", self.replay("quantized", schemes, "quantized", progress))
             last = "quantized"
@@ -145,11 +148,13 @@ def _checked(provider: Provider, finite: Finite) -> Provider:
     """The same weights, each checked when it is read first."""
     seen = set[str]()
 
-    def get(graph: Graph, name: str) -> NDArray[np.generic]:
-        data = provider(graph, name)
+    def get(graph: Graph, name: str, floats: bool) -> NDArray[np.generic]:
+        data = provider(graph, name, floats)
         if name not in seen:
             seen.add(name)
-            finite.check(", ".join(graph.weights[name].sources) or name, data)
+            flat = data.reshape(-1)
+            for start in range(0, flat.size, _BLOCK):  # the check needs memory in proportion
+                finite.check(", ".join(graph.weights[name].sources) or name, flat[start : start + _BLOCK])
         return data
 
     return get

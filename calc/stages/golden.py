@@ -32,20 +32,22 @@ def start_ladder(
     None where transformers' answer is not to be had (graphs from files, a model without weights), or where it was not
     asked for. A model of one role is replayed through that role alone: prefill in chunks, or decode token by token.
     """
-    if not options.golden or source.directory is None or source.shape_only:
+    opened = source.opened
+    if not options.golden or opened is None or source.shape_only:
         return None
     from calc.frontend.reference import reference
 
     buckets = [v.seq for v in source.variants if v.role == "prefill"] or [1]
     spec = source.exported.spec
-    tokens = golden_tokens(source.directory, spec, max(buckets) + DECODE_STEPS + 1)
+    tokens = golden_tokens(opened.loaded.model_dir, spec, max(buckets) + DECODE_STEPS + 1)
     plan = golden_plan(tokens, buckets, source.context)
     progress("reference: transformers fp32", 0, 1)
     every = sorted({*plan.rows})
-    ref = reference(source.directory, plan.tokens, every)
+    ref = reference(opened, plan.tokens, every)
     picked = [every.index(r) for r in plan.replay_rows]
     end = plan.prompt + DECODE_STEPS
-    ground = Replayed(ref.logits[picked], [k[:end] for k in ref.keys], [v[:end] for v in ref.values])
+    # copies: a view would keep every token's KV of the longest bucket
+    ground = Replayed(ref.logits[picked], [k[:end].copy() for k in ref.keys], [v[:end].copy() for v in ref.values])
     params = sum(int(np.prod(r.shape)) for r in source.exported.weights.values())
     run = LadderRun(
         plan,

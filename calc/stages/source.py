@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +18,9 @@ from calc.core.variant import Variant
 from calc.passes.base import Graph
 from calc.passes.onnx_files import host_files
 
+if TYPE_CHECKING:
+    from calc.frontend.spec import Opened
+
 DEFAULT_CONTEXT = 4096
 
 
@@ -28,13 +32,13 @@ class Source:
         exported: graphs and lazy weights.
         variants: the sub-models, in the order of the artefact.
         context: tokens that a slot holds.
-        directory: the Hugging Face directory, None where graphs were given.
+        opened: the Hugging Face directory, read and probed; None where graphs were given.
     """
 
     exported: Exported
     variants: tuple[Variant, ...]
     context: int
-    directory: Path | None
+    opened: Opened | None
 
     def graphs(self) -> dict[Variant, Graph]:
         """A graph per variant, for the passes to change."""
@@ -107,9 +111,10 @@ def variants_of(options: CompileOptions) -> tuple[Variant, ...]:
 def _export(directory: Path, options: CompileOptions, progress: Progress) -> Source:
     variants = variants_of(options)
     from calc.frontend.export import export
-    from calc.frontend.spec import load_spec
+    from calc.frontend.spec import open_model
 
-    spec = load_spec(directory)
+    opened = open_model(directory, lambda line: progress(f"open: {line}", 0, 1))
+    spec = opened.spec
     context = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_CONTEXT)
     too_long = [v for v in variants if v.seq > context]
     if too_long:
@@ -139,9 +144,9 @@ def _export(directory: Path, options: CompileOptions, progress: Progress) -> Sou
     steps = len(variants)
     count = iter(range(10 * steps))
     made = export(
-        directory, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)
+        opened, variants, context, progress=lambda line: progress(f"export: {line}", min(next(count), steps), steps)
     )
-    return Source(replace(made, files=host_files(directory)), variants, context, directory)
+    return Source(replace(made, files=host_files(directory)), variants, context, opened)
 
 
 def _given(source: Exported, options: CompileOptions) -> Source:

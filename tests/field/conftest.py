@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,9 @@ Compiled = Callable[..., Path]
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet() -> Iterator[None]:
-    """One thread, no progress bars, and the exporter's translations parsed once."""
-    torch.set_num_threads(1)
+    """One thread unless the environment says otherwise, no progress bars, translations parsed once."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:
         api = _registration.onnxscript_apis

@@ -22,11 +22,12 @@ from torch.onnx._internal.exporter import _registration
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet() -> Iterator[None]:
-    """One thread (results do not depend on the machine's load) and no progress bars.
+    """One thread, unless the environment says how many, and no progress bars.
 
     The exporter parses the source of all its 500 translations for every graph: once is enough for a tiny one.
     """
-    torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:
         api = _registration.onnxscript_apis

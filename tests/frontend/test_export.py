@@ -341,6 +341,29 @@ def test_a_weight_that_no_graph_reads(llama: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.codes == ("MODEL_TENSOR_UNUSED",)
 
 
+def test_a_compile_opens_and_probes_the_model_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec, export and reference work on one opened model, golden vectors included."""
+    import calc
+
+    count = {"load": 0, "probe_layers": 0}
+
+    def counted(name: str) -> Any:
+        real = getattr(spec_module, name)
+
+        def call(*args: Any) -> Any:
+            count[name] += 1
+            return real(*args)
+
+        return call
+
+    for name in count:
+        monkeypatch.setattr(spec_module, name, counted(name))
+    out = llama.parent / "m.calbin"
+    calc.compile(llama, out, calc.CompileOptions(prefill=(8,), max_seq_len=32, check_passes=False))
+    assert out.exists()
+    assert count == {"load": 1, "probe_layers": 1}
+
+
 def test_silent_layers_are_our_bug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = spec_module.probe_layers
     monkeypatch.setattr(spec_module, "probe_layers", lambda fake: (real(fake)[0], {}))

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calc.core.errors import InternalError
+from calc.core.tensors import RowsTensor
 from calc.passes import execute
 from calc.passes.base import Graph, sweep
-from calc.passes.execute import ReplayCall, Segment, replay, segments, session
+from calc.passes.execute import Held, ReplayCall, Segment, replay, segments, session
 from tests.passes.graphs import graph
 
 
@@ -45,8 +47,11 @@ def layered(draw: st.DrawFn) -> Graph:
     return g
 
 
-def held(g: Graph, name: str) -> np.ndarray:
-    return np.asarray(g.weights[name].read(), np.float32) / 8
+def held(g: Graph, name: str, floats: bool = False) -> np.ndarray:
+    """A permutation with signs: products keep whole numbers, and a sum of those is exact in whatever order."""
+    draw = np.random.default_rng(list(name.encode()))
+    signs = draw.choice(np.array([-1, 1], np.float32), 4)
+    return np.eye(4, dtype=np.float32)[draw.permutation(4)] * signs
 
 
 def is_of_weights(node: ir.Node) -> bool:
@@ -72,21 +77,20 @@ def test_every_node_is_in_one_segment(g: Graph) -> None:
 def piecewise(g: Graph, cuts: Sequence[Segment], x: np.ndarray) -> dict[str, np.ndarray]:
     live = {"x": x}
     for s in cuts:
-        run = session(g, s, held)
-        live.update(zip(s.outputs, run.run(list(s.outputs), {n: live[n] for n in s.inputs}), strict=True))
+        live.update(session(g, s, Held(held)).run({n: live[n] for n in s.inputs}))
     return live
 
 
 @given(layered())
 def test_the_pieces_compute_what_the_whole_computes(g: Graph) -> None:
-    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+    x = np.random.default_rng(0).integers(-7, 8, (4, 4)).astype(np.float32)  # doubled by at most 18 additions
     outputs = tuple(v.name for v in g.model.graph.outputs)
     used = {v.name for n in g.model.graph for v in n.inputs}
     whole = Segment(tuple(g.model.graph), ("x",), tuple(n for n in g.weights if n in used), outputs)
-    want = session(g, whole, held).run(list(outputs), {"x": x})
     got = piecewise(g, segments(g), x)
-    for name, value in zip(outputs, want, strict=True):
-        np.testing.assert_array_equal(got[name], value)
+    for packed in (False, True):
+        for name, value in session(g, whole, Held(held), packed=packed).run({"x": x}).items():
+            np.testing.assert_array_equal(got[name], value)
 
 
 STEP = """
@@ -127,7 +131,7 @@ def test_a_replay_keeps_its_cache_between_calls_and_buckets(limit: int, monkeypa
     ids = [np.array([[4, 7, 0]]), np.array([[2]]), np.array([[8]])]
     plan = [ReplayCall("p", ids[0], 2, 0), ReplayCall("d", ids[1], 1, 2), ReplayCall("d", ids[2], 1, 3)]
 
-    def stored(g: Graph, name: str) -> np.ndarray:
+    def stored(g: Graph, name: str, floats: bool = False) -> np.ndarray:
         return np.asarray(graphs["p"].weights[name].read(), np.float32)
 
     got = replay(graphs, stored, plan)
@@ -138,3 +142,37 @@ def test_a_replay_keeps_its_cache_between_calls_and_buckets(limit: int, monkeypa
     seen = [[4, 7, 0], [4, 7, 2], [4, 7, 2, 8]]
     want = np.stack([table[rows].sum(axis=0) @ head for rows in seen])
     np.testing.assert_allclose(got.logits, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_what_is_computed_on_weights_alone_runs_once(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offset is added when the session opens; a transposition before a product is left to the product."""
+    monkeypatch.setattr(execute, "INLINE_LIMIT", limit)
+    body = "s = Add(w0, w1)\nt = Transpose<perm = [1, 0]>(s)\ny = MatMul(x, t)"
+    g = graph("float[4,4] x, float[4,4] w0, float[4,4] w1", "y", body)
+    (seg,) = segments(g)
+    made = session(g, seg, Held(held))
+    assert {i.name for i in made.runtime.get_inputs()} == {"x", "s"}
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    assert np.array_equal(made.run({"x": x})["y"], x @ (held(g, "w0") + held(g, "w1")).T)
+
+
+def test_a_weight_is_read_once_for_both_graphs() -> None:
+    """Tables that a graph holds in memory are its own: they are asked for in each."""
+    read: list[str] = []
+
+    def counted(g: Graph, name: str, floats: bool) -> np.ndarray:
+        read.append(name)
+        return held(g, name)
+
+    g = graph("float[4,4] x, float[4,4] w0", "y", "y = MatMul(x, w0)")
+    values = Held(counted)
+    g.weights["w1"] = RowsTensor(g.weights["w0"], 0, 4)
+    for name in ("w0", "w0", "w1", "w1"):
+        values.get(g, name, floats=False)
+    assert read == ["w0", "w0", "w1"]
+
+
+def test_a_cast_without_names_is_our_bug() -> None:
+    with pytest.raises(InternalError, match="named"):
+        execute._only([None])
