@@ -7,10 +7,18 @@ other is made safe by the sync pass, which orders accesses by address, not by na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from calc.core.errors import CapacityError, Problem
 from calc.kernels.program import Buffer
+
+
+class SramTooSmallError(CapacityError):
+    """Buffers do not fit; `missing` is how many bytes more they need."""
+
+    def __init__(self, problems: Problem | Iterable[Problem], missing: int) -> None:
+        super().__init__(problems)
+        self.missing = missing
 
 
 def live_ranges(buffers: Sequence[Buffer], loops: Sequence[tuple[int, int]]) -> None:
@@ -44,7 +52,7 @@ def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) ->
         The highest byte in use.
 
     Raises:
-        CapacityError: SRAM_TOO_SMALL with the bytes that are missing.
+        SramTooSmallError: SRAM_TOO_SMALL with the bytes that are missing.
     """
     end = max((b.last for b in buffers), default=0)
     used = [b for b in buffers if b.last >= 0 or b.manual]
@@ -65,7 +73,7 @@ def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) ->
     peak = max(((b.base or 0) + b.nbytes for b in placed), default=0)
     if peak > capacity:
         widest = max(placed, key=lambda b: b.nbytes)
-        raise CapacityError(
+        raise SramTooSmallError(
             Problem(
                 "SRAM_TOO_SMALL",
                 where,
@@ -73,6 +81,7 @@ def allocate(buffers: Sequence[Buffer], capacity: int, where: str, hint: str) ->
                 expected=f"at most {capacity}",
                 got=f"{peak}; the largest buffer is {widest.name} with {widest.nbytes}",
                 hint=hint,
-            )
+            ),
+            peak - capacity,
         )
     return peak

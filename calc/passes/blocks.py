@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from calc.core.errors import CapacityError
 from calc.core.packing import align
 from calc.core.target import Target
 from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Call
+from calc.passes.allocate import SramTooSmallError
 
 BLOCK_MULTIPLE = 16
 """Rows of a block are a multiple of this: the lanes that a block of queries fills."""
 
 Probe = Callable[["Plan"], None]
-"""Lowers under a plan, as far as the SRAM; raises CapacityError where it does not fit."""
+"""Lowers under a plan, as far as the SRAM; raises SramTooSmallError where it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +85,27 @@ def plan_blocks(
         The plan, and every candidate that fits.
 
     Raises:
-        CapacityError: SRAM_TOO_SMALL when not even the smallest block fits.
+        SramTooSmallError: SRAM_TOO_SMALL when not even the smallest block fits: what is missing for the best plan.
     """
     try:
         probe(_priced(whole(_distinct(calls)), variant, target, weight_bytes))
-    except CapacityError:
+    except SramTooSmallError as e:
         if variant.seq == 1:
             raise
+        refusals = [e]
     else:
         plan = _priced(whole(calls), variant, target, weight_bytes)
         return plan, (plan,)
     found: list[Plan] = []
-    refusal: CapacityError | None = None
     for kind, cut in (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)):
         try:
             sized = _sized(calls, kind, cut, variant, probe)
-        except CapacityError as e:
-            refusal = e
+        except SramTooSmallError as e:
+            refusals.append(e)
             continue
         found.append(_priced(sized, variant, target, weight_bytes))
     if not found:
-        raise refusal or CapacityError(())
+        raise min(refusals, key=lambda e: e.missing)
     return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
 
 
@@ -145,16 +145,27 @@ def _runs(calls: Sequence[Call], cut: Callable[[Call, Call], bool]) -> Iterator[
 def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe) -> Plan:
     """Each region with the largest block that fits."""
     sizes: dict[tuple[object, ...], int] = {}
-    regions = []
+    regions: list[Region] = []
+    refusals: list[SramTooSmallError] = []
     for run in _runs(calls, cut):
         if row_domain(run[0]) == "sequences":
             regions.append(Region(run))
+            try:
+                probe(Plan((Region(run),)))
+            except SramTooSmallError as e:
+                refusals.append(e)
             continue
         few = _distinct(run)
         key = tuple(_signature(c) for c in few)
         if key not in sizes:
-            sizes[key] = _largest(few, variant, probe)
+            try:
+                sizes[key] = _largest(few, variant, probe)
+            except SramTooSmallError as e:
+                refusals.append(e)
+                sizes[key] = 0
         regions.append(Region(run, sizes[key]))
+    if refusals:
+        raise max(refusals, key=lambda e: e.missing)
     return Plan(tuple(regions), kind)
 
 
@@ -162,13 +173,13 @@ def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
     """The largest block that fits, evened out over the bucket.
 
     Raises:
-        CapacityError: not even the smallest does.
+        SramTooSmallError: not even the smallest does.
     """
 
-    def fits(block: int) -> CapacityError | None:
+    def fits(block: int) -> SramTooSmallError | None:
         try:
             probe(Plan((Region(tuple(calls), block),)))
-        except CapacityError as e:
+        except SramTooSmallError as e:
             return e
         return None
 

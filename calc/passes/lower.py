@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from calc.core.errors import CapacityError, Problem
+from calc.core.errors import Problem
 from calc.core.isa import Alu, Space
 from calc.core.packing import align
 from calc.core.roles import ROLES
@@ -23,7 +23,7 @@ from calc.kernels.base import Call
 from calc.kernels.emit import Emitter
 from calc.kernels.lowering import ChipMemory, Choices, Lowering, Rows, weight_region
 from calc.kernels.program import Buffer
-from calc.passes.allocate import allocate, live_ranges
+from calc.passes.allocate import SramTooSmallError, allocate, live_ranges
 from calc.passes.blocks import Plan, Region, plan_blocks, row_domain
 from calc.passes.encode import encode
 from calc.passes.sync import Sync
@@ -76,18 +76,26 @@ def lower(calls: Sequence[Call], variant: Variant, chips: Mapping[int, ChipMemor
 
     def probe(plan: Plan) -> None:
         parts = _emit(plan, variant, chips, target)
-        _raise_all(_allocated(low, variant, chip, target) for chip, low in parts.items())
+        _allocate_all(parts, variant, target)
 
     plan, candidates = plan_blocks(calls, variant, target, sizes, probe)
     parts = _emit(plan, variant, chips, target)
-    _raise_all(_allocated(low, variant, chip, target) for chip, low in parts.items())
-    return Lowered({chip: _finish(low) for chip, low in parts.items()}, plan, candidates)
+    _allocate_all(parts, variant, target)
+    return Lowered({chip: finish(low) for chip, low in parts.items()}, plan, candidates)
 
 
-def _raise_all(found: Iterator[Problem | None]) -> None:
-    problems = [p for p in found if p is not None]
+def _allocate_all(parts: Mapping[int, Lowering], variant: Variant, target: Target) -> None:
+    """Give every chip's SRAM buffers their places; all chips on which they do not fit are named together."""
+    problems: list[Problem] = []
+    missing = 0
+    for chip, low in parts.items():
+        try:
+            allocate_sram(low, variant, chip, target)
+        except SramTooSmallError as e:
+            problems += e.problems
+            missing = max(missing, e.missing)
     if problems:
-        raise CapacityError(problems)
+        raise SramTooSmallError(problems, missing)
 
 
 # -- emitting ---------------------------------------------------------------------------------------------------------
@@ -176,8 +184,12 @@ def _needed_later(plan: Plan) -> list[set[str]]:
 # -- finishing --------------------------------------------------------------------------------------------------------
 
 
-def _allocated(low: Lowering, variant: Variant, chip: int, target: Target) -> Problem | None:
-    """Give every SRAM buffer its place; what is missing where they do not fit."""
+def allocate_sram(low: Lowering, variant: Variant, chip: int, target: Target) -> None:
+    """Give every SRAM buffer of a chip its place.
+
+    Raises:
+        SramTooSmallError: they do not fit.
+    """
     em = low.em
     live_ranges(em.buffers, em.loops)
     hint = (
@@ -185,14 +197,11 @@ def _allocated(low: Lowering, variant: Variant, chip: int, target: Target) -> Pr
         if variant.seq > 1
         else "compile with a smaller --batch"
     )
-    try:
-        allocate(em.buffers, target.sram_bytes, f"{variant.name} chip {chip}", hint)
-    except CapacityError as e:
-        return e.problems[0]
-    return None
+    allocate(em.buffers, target.sram_bytes, f"{variant.name} chip {chip}", hint)
 
 
-def _finish(low: Lowering) -> ChipProgram:
+def finish(low: Lowering) -> ChipProgram:
+    """A chip's program: order and records, once its SRAM buffers have their places."""
     em = low.em
     live_ranges(em.spills, em.loops)
     scratch = allocate(em.spills, 1 << 62, "scratch", "")

@@ -25,7 +25,7 @@ from calc.passes.base import Graph, Refusal, Rule, Watcher
 from calc.passes.calls import bind_schemes, calls
 from calc.passes.lower import Lowered, io_buffers, lower
 from calc.passes.order import fusion_passes
-from calc.passes.partition import Board, partition
+from calc.passes.partition import Board, strategy
 from calc.passes.place import Placement, check_capacity, place, weight_bytes
 from calc.passes.recipe import Recipe, assign
 from calc.passes.verify import verify_calls, verify_chips, verify_placement, verify_program, verify_schemes
@@ -180,9 +180,10 @@ def split(fused: Fused, target: Target, how: str | None = None) -> Partitioned:
         UsageError: TARGET_SPLIT.
         CapacityError: TILE_TOO_LARGE.
     """
+    chosen = strategy(how, "--split") if how else strategy(target.split, f"target {target.name}: split")
     board = Board(target.chips, weight_bytes(fused.calls[fused.first], fused.graphs[fused.first], target))
     for g in fused.graphs.values():
-        partition(g, how or target.split, board)
+        chosen.partition(g, board)
     todo = {v: calls(g) for v, g in fused.graphs.items()}
     for v, t in todo.items():
         verify_chips(v.name, t, target.chips)

@@ -171,7 +171,7 @@ def test_field_46_sums_of_squares_beyond_fp16(llama: Path) -> None:
     values["x"] = np.where(np.arange(512) % 2, 300, -300).astype(np.float32) * np.ones((1, 4, 1), np.float32)
     attrs = dict(example.attrs)
     want = run_ort(kernel, attrs, "npu", values)["y"]
-    got = run_sim(kernel, example, attrs, values, (), 0, "strict")
+    got = run_sim(kernel, example, attrs, values, (), "strict")
     np.testing.assert_array_equal(got["y"], want[0])
     np.testing.assert_allclose(np.abs(want), np.broadcast_to(np.abs(values["gamma"]), want.shape), rtol=2**-7)
 

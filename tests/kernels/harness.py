@@ -18,7 +18,7 @@ from calc.kernels.emit import Emitter
 from calc.kernels.functions import function_proto
 from calc.kernels.lowering import ChipMemory, Choices, Lowering, Rows, StateBuffer, weight_region
 from calc.kernels.program import Buffer, Packed, Plain, View
-from calc.passes.lower import ChipProgram, _allocated, _finish
+from calc.passes.lower import ChipProgram, allocate_sram, finish
 from calc.passes.pack import pack_plain, pack_rows
 from calc.sim.machine import Machine, csr_file
 
@@ -191,8 +191,8 @@ class Bench:
                 low.begin(Rows(em.alu(Alu.MIN, em.alu(Alu.SUB, cur, first), block), block), first)
                 self._body(low, first)
         low.end()
-        assert _allocated(low, self.variant, 0, self.target) is None
-        return _finish(low)
+        allocate_sram(low, self.variant, 0, self.target)
+        return finish(low)
 
     def _body(self, low: Lowering, first) -> None:
         em = low.em

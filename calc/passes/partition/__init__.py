@@ -50,16 +50,15 @@ def strategies() -> dict[str, Strategy]:
     return out
 
 
-def partition(g: Graph, split: str, board: Board) -> None:
-    """Partition a graph by a strategy.
+def strategy(name: str, where: str) -> Strategy:
+    """A strategy by name; `where` is who asked for it.
 
     Raises:
         UsageError: TARGET_SPLIT for a strategy that does not exist.
-        UnsupportedError: what the strategy cannot split.
     """
     known = strategies()
-    if split not in known:
+    if name not in known:
         raise UsageError(
-            Problem("TARGET_SPLIT", "split", "no such way to split a model", " or ".join(sorted(known)), split)
+            Problem("TARGET_SPLIT", where, "no such way to split a model", " or ".join(sorted(known)), name)
         )
-    known[split].partition(g, board)
+    return known[name]
