@@ -132,14 +132,19 @@ def _half(call: Call) -> str:
 def _runs(calls: Sequence[Call], cut: Callable[[Call, Call], bool]) -> Iterator[tuple[Call, ...]]:
     run: list[Call] = []
     for call in calls:
-        # what crosses chips does so within one loop: both sides must count the same rows
-        apart = row_domain(run[-1]) != row_domain(call) or cut(run[-1], call) if run else False
-        if run and apart and not registry()[call.op].crosses:
+        # what crosses chips does so within one loop: both sides must count the same rows; and the few rows that there
+        # are one per sequence stay in SRAM
+        if run and not registry()[call.op].crosses and _apart(run[-1], call, cut):
             yield tuple(run)
             run = []
         run.append(call)
     if run:
         yield tuple(run)
+
+
+def _apart(before: Call, call: Call, cut: Callable[[Call, Call], bool]) -> bool:
+    domain = row_domain(call)
+    return row_domain(before) != domain or (domain == "tokens" and cut(before, call))
 
 
 def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe) -> Plan:
