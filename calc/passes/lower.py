@@ -172,9 +172,10 @@ def _give_homes(plan: Plan, parts: Mapping[int, Lowering], variant: Variant) -> 
 
 
 def _needed_later(plan: Plan) -> list[set[str]]:
-    """For each region the values that later ones read."""
+    """For each region the values that later ones read; what nobody reads, the rest of a piece's whole does."""
+    read = {v for r in plan.regions for c in r.calls for v in c.inputs.values()}
     out: list[set[str]] = []
-    seen: set[str] = set()
+    seen = {v for r in plan.regions for c in r.calls for v in c.outputs if v not in read}
     for region in reversed(plan.regions):
         out.append(set(seen))
         seen.update(v for c in region.calls for v in c.inputs.values())
