@@ -87,26 +87,29 @@ def plan_blocks(
     Raises:
         SramTooSmallError: SRAM_TOO_SMALL when not even the smallest block fits: what is missing for the best plan.
     """
-    try:
-        probe(_priced(whole(_distinct(calls)), variant, target, weight_bytes))
-    except SramTooSmallError as e:
-        if variant.seq == 1:
-            raise
-        refusals = [e]
-    else:
-        plan = _priced(whole(calls), variant, target, weight_bytes)
+    everything = whole(calls)
+    if _refusal(probe, whole(_distinct(calls))) is None and _refusal(probe, everything) is None:
+        plan = _priced(everything, variant, target, weight_bytes)
         return plan, (plan,)
-    found: list[Plan] = []
-    for kind, cut in (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)):
-        try:
-            sized = _sized(calls, kind, cut, variant, probe)
-        except SramTooSmallError as e:
-            refusals.append(e)
-            continue
-        found.append(_priced(sized, variant, target, weight_bytes))
+    cuts = (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)) if variant.seq > 1 else ()
+    found = []
+    for kind, cut in cuts:
+        sized = _settled(_sized(calls, kind, cut, variant, probe), probe)
+        if sized is not None:
+            found.append(_priced(sized, variant, target, weight_bytes))
     if not found:
+        least = [everything, *(_smallest(calls, kind, cut) for kind, cut in cuts)]
+        refusals = [e for e in (_refusal(probe, p) for p in least) if e is not None]
         raise min(refusals, key=lambda e: e.missing)
     return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
+
+
+def _refusal(probe: Probe, plan: Plan) -> SramTooSmallError | None:
+    try:
+        probe(plan)
+    except SramTooSmallError as e:
+        return e
+    return None
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -147,54 +150,59 @@ def _apart(before: Call, call: Call, cut: Callable[[Call, Call], bool]) -> bool:
     return row_domain(before) != domain or (domain == "tokens" and cut(before, call))
 
 
-def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe) -> Plan:
-    """Each region with the largest block that fits."""
+def _sized(
+    calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe
+) -> Plan | None:
+    """Each region with the largest block that fits it alone; None where a region has none."""
     sizes: dict[tuple[object, ...], int] = {}
     regions: list[Region] = []
-    refusals: list[SramTooSmallError] = []
     for run in _runs(calls, cut):
         if row_domain(run[0]) == "sequences":
             regions.append(Region(run))
-            try:
-                probe(Plan((Region(run),)))
-            except SramTooSmallError as e:
-                refusals.append(e)
             continue
         few = _distinct(run)
         key = tuple(_signature(c) for c in few)
         if key not in sizes:
-            try:
-                sizes[key] = _largest(few, variant, probe)
-            except SramTooSmallError as e:
-                refusals.append(e)
-                sizes[key] = 0
+            sizes[key] = _largest(few, variant, probe)
+        if not sizes[key]:
+            return None
         regions.append(Region(run, sizes[key]))
-    if refusals:
-        raise max(refusals, key=lambda e: e.missing)
     return Plan(tuple(regions), kind)
 
 
+def _smallest(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool]) -> Plan:
+    """The plan that needs least of the SRAM: blocks as small as they get."""
+    return Plan(
+        tuple(Region(run, None if row_domain(run[0]) == "sequences" else BLOCK_MULTIPLE) for run in _runs(calls, cut)),
+        kind,
+    )
+
+
+def _settled(plan: Plan | None, probe: Probe) -> Plan | None:
+    """The plan, its blocks made smaller until all of it fits: regions share the SRAM's fragmentation."""
+    while plan is not None and _refusal(probe, plan) is not None:
+        largest = max(r.block or 0 for r in plan.regions)
+        if largest <= BLOCK_MULTIPLE:
+            return None
+        less = [
+            r if r.block is None else replace(r, block=min(r.block, largest - BLOCK_MULTIPLE)) for r in plan.regions
+        ]
+        plan = replace(plan, regions=tuple(less))
+    return plan
+
+
 def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
-    """The largest block that fits, evened out over the bucket.
+    """The largest block that fits, evened out over the bucket; 0 where not even the smallest does."""
 
-    Raises:
-        SramTooSmallError: not even the smallest does.
-    """
+    def fits(block: int) -> bool:
+        return _refusal(probe, Plan((Region(tuple(calls), block),))) is None
 
-    def fits(block: int) -> SramTooSmallError | None:
-        try:
-            probe(Plan((Region(tuple(calls), block),)))
-        except SramTooSmallError as e:
-            return e
-        return None
-
-    low, high = 1, max(1, variant.seq // BLOCK_MULTIPLE)  # in multiples: low fits, high does not
-    refusal = fits(low * BLOCK_MULTIPLE)
-    if refusal is not None:
-        raise refusal
+    low, high = 1, max(2, variant.seq // BLOCK_MULTIPLE + 1)  # in multiples: low fits, high does not
+    if not fits(low * BLOCK_MULTIPLE):
+        return 0
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
-        if fits(middle * BLOCK_MULTIPLE) is None:
+        if fits(middle * BLOCK_MULTIPLE):
             low = middle
         else:
             high = middle
@@ -209,23 +217,24 @@ def _signature(call: Call) -> tuple[object, ...]:
 
 
 def _distinct(calls: Sequence[Call]) -> list[Call]:
-    """The calls without layers that look like one before: they need the same SRAM.
+    """The calls without layers that look like two before: they need the same SRAM.
 
-    What a dropped layer would have made is read from the layer that stands for it.
+    Two, since what several layers share (tables of positions) is live from the first to the last that uses it. What a
+    dropped layer would have made is read from the layer that stands for it.
     """
     layers: dict[tuple[int, int], list[Call]] = {}
     for c in calls:
         if c.layer is not None:
             layers.setdefault((c.layer, c.chip), []).append(c)
-    seen: dict[tuple[object, ...], list[Call]] = {}
+    seen: dict[tuple[object, ...], list[list[Call]]] = {}
     keep: set[int] = set()
     instead: dict[str, str] = {}
     for group in layers.values():
-        look = tuple(_signature(c) for c in group)
-        stands = seen.setdefault(look, group)
-        if stands is group:
+        like = seen.setdefault(tuple(_signature(c) for c in group), [])
+        if len(like) < 2:
+            like.append(group)
             keep.update(id(c) for c in group)
-        for c, other in zip(group, stands, strict=True):
+        for c, other in zip(group, like[-1], strict=True):
             instead.update(zip(c.outputs, other.outputs, strict=True))
     out = []
     for c in calls:
