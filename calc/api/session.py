@@ -193,11 +193,9 @@ class Session:
         if on_text is not None and len(final) > len(text):
             on_text(final[len(text) :])
         middle = len(ids) + len(out) // 2
-        decode = self.device.decode_submodel(1)
-        tpot = (
-            self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.states.capacity - 1)]).cycles / hz
-            + call
-        )
+        decode = self.device.step_submodel()
+        capacity = self.calbin.manifest.states.capacity
+        tpot = self.device.time(decode.name, [1], [min(middle, capacity - 1)]).cycles / hz + call
         return Generation(
             text=final,
             prompt_tokens=len(ids),
@@ -214,7 +212,7 @@ class Session:
         while True:
             token = choose(logits)
             yield token
-            logits = self.device.decode([token], [past], [0])[0]
+            logits = self.device.advance(token, past, 0)
             past += 1
 
 

@@ -5,12 +5,14 @@ region's weights once. Keys and values of earlier blocks are in the state alread
 block. What a later region reads is spilled to DRAM.
 
 Candidates are compared on the target's rates: the whole graph in one region (nothing is spilled, the widest call sets
-the block), a region per half of a layer, and a region per call. The cheapest is taken; of equals the one that reads
+the block), a region between any two places
+where each chip hands on a single value (the residual stream: a layer's attention and its FFN), and a region per call. The cheapest is taken; of equals the one that reads
 fewer bytes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,14 +93,14 @@ def plan_blocks(
     if _refusal(probe, whole(_distinct(calls))) is None and _refusal(probe, everything) is None:
         plan = _priced(everything, variant, target, weight_bytes)
         return plan, (plan,)
-    cuts = (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)) if variant.seq > 1 else ()
+    kinds = _cuts(calls) if variant.seq > 1 else {}
     found = []
-    for kind, cut in cuts:
-        sized = _settled(_sized(calls, kind, cut, variant, probe), probe)
+    for kind, cuts in kinds.items():
+        sized = _settled(_sized(calls, kind, cuts, variant, probe), probe)
         if sized is not None:
             found.append(_priced(sized, variant, target, weight_bytes))
     if not found:
-        least = [everything, *(_smallest(calls, kind, cut) for kind, cut in cuts)]
+        least = [everything, *(_smallest(calls, kind, cuts) for kind, cuts in kinds.items())]
         refusals = [e for e in (_refusal(probe, p) for p in least) if e is not None]
         raise min(refusals, key=lambda e: e.missing)
     return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
@@ -115,48 +117,46 @@ def _refusal(probe: Probe, plan: Plan) -> SramTooSmallError | None:
 # -- candidates -------------------------------------------------------------------------------------------------------
 
 
-def _cut_never(before: Call, call: Call) -> bool:
-    return False
+Cuts = frozenset[int]
+"""Places between calls: i is before the call at index i."""
 
 
-def _cut_halves(before: Call, call: Call) -> bool:
-    """At layer borders, and after what an attention's output goes through."""
-    return before.layer != call.layer or _half(before) != _half(call)
+def _cuts(calls: Sequence[Call]) -> dict[str, Cuts]:
+    """The candidates by kind: nowhere, where a chip hands on one value only (a residual stream), everywhere."""
+    last: dict[str, int] = {}
+    for i, c in enumerate(calls):
+        last.update(dict.fromkeys(c.inputs.values(), i))
+    narrow = set()
+    alive: dict[str, int] = {}
+    for i, c in enumerate(calls):
+        if all(n == 1 for n in Counter(alive.values()).values()):
+            narrow.add(i)
+        alive.update({v: c.chip for v in c.outputs if v in last})
+        alive = {v: chip for v, chip in alive.items() if last[v] > i}
+    return {"whole": frozenset(), "narrow": frozenset(narrow), "calls": frozenset(range(len(calls)))}
 
 
-def _cut_always(before: Call, call: Call) -> bool:
-    return True
-
-
-def _half(call: Call) -> str:
-    return "ffn" if ".mlp" in call.name or call.op in ("Glu", "Moe") else "mix"
-
-
-def _runs(calls: Sequence[Call], cut: Callable[[Call, Call], bool]) -> Iterator[tuple[Call, ...]]:
+def _runs(calls: Sequence[Call], cuts: Cuts) -> Iterator[tuple[Call, ...]]:
+    """The calls in regions: cut where it is asked for and where the kind of row changes."""
     run: list[Call] = []
-    for call in calls:
+    for i, call in enumerate(calls):
         # what crosses chips does so within one loop: both sides must count the same rows; and the few rows that there
         # are one per sequence stay in SRAM
-        if run and not registry()[call.op].crosses and _apart(run[-1], call, cut):
-            yield tuple(run)
-            run = []
+        if run and not registry()[call.op].crosses:
+            domain = row_domain(call)
+            if row_domain(run[-1]) != domain or (domain == "tokens" and i in cuts):
+                yield tuple(run)
+                run = []
         run.append(call)
     if run:
         yield tuple(run)
 
 
-def _apart(before: Call, call: Call, cut: Callable[[Call, Call], bool]) -> bool:
-    domain = row_domain(call)
-    return row_domain(before) != domain or (domain == "tokens" and cut(before, call))
-
-
-def _sized(
-    calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe
-) -> Plan | None:
+def _sized(calls: Sequence[Call], kind: str, cuts: Cuts, variant: Variant, probe: Probe) -> Plan | None:
     """Each region with the largest block that fits it alone; None where a region has none."""
     sizes: dict[tuple[object, ...], int] = {}
     regions: list[Region] = []
-    for run in _runs(calls, cut):
+    for run in _runs(calls, cuts):
         if row_domain(run[0]) == "sequences":
             regions.append(Region(run))
             continue
@@ -170,10 +170,10 @@ def _sized(
     return Plan(tuple(regions), kind)
 
 
-def _smallest(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool]) -> Plan:
+def _smallest(calls: Sequence[Call], kind: str, cuts: Cuts) -> Plan:
     """The plan that needs least of the SRAM: blocks as small as they get."""
     return Plan(
-        tuple(Region(run, None if row_domain(run[0]) == "sequences" else BLOCK_MULTIPLE) for run in _runs(calls, cut)),
+        tuple(Region(run, None if row_domain(run[0]) == "sequences" else BLOCK_MULTIPLE) for run in _runs(calls, cuts)),
         kind,
     )
 
@@ -261,11 +261,12 @@ def _priced(plan: Plan, variant: Variant, target: Target, weight_bytes: Mapping[
         )
         moved = 0
         for c in region.calls:
-            for name in c.inputs.values():
+            for formal, name in c.inputs.items():
                 home = made.get(name)
                 if home is not None and home != i and plan.regions[home].block is not None:
                     size = 2 * _elements(c.shapes[name])
-                    moved += size + (0 if name in spilled else size)
+                    read_back = 0 if formal in registry()[c.op].by_row else size
+                    moved += read_back + (0 if name in spilled else size)
                     spilled.add(name)
             made.update(dict.fromkeys(c.outputs, i))
         macs = sum(registry()[c.op].work(c, rows, variant.seq).macs for c in region.calls)

@@ -89,7 +89,7 @@ class Device:
             raise RuntimeFault(Problem("NO_SUCH_SUBMODEL", f"bucket {bucket}", "no prefill of this bucket", known))
         if not buckets:
             # a decode-only artefact takes the prompt token by token
-            one = self.decode_batches[0]
+            one = self.step_submodel()
             return [Step(one.name, ((int(t),),), (past + i,), (slot,)) for i, t in enumerate(tokens)]
         steps, at = [], 0
         while at < len(tokens):
@@ -100,6 +100,18 @@ class Device:
             steps.append(Step(sub.name, (tuple(int(t) for t in tokens[at : at + n]),), (past + at,), (slot,)))
             at += n
         return steps
+
+    def step_submodel(self) -> SubModel:
+        """The sub-model that takes one more token of one sequence: the smallest decode, or else prefill bucket.
+
+        Raises:
+            RuntimeFault: NO_SUCH_SUBMODEL for an artefact of neither role.
+        """
+        for found in (self.decode_batches, self.prefill_buckets):
+            if found:
+                return found[0]
+        what = "the artefact is no language model"
+        raise RuntimeFault(Problem("NO_SUCH_SUBMODEL", "decode", what, "a prefill or a decode sub-model"))
 
     def decode_submodel(self, sequences: int) -> SubModel:
         """The smallest decode batch that holds that many sequences.
@@ -217,6 +229,19 @@ class Device:
             )
         out = self.run(Step(sub.name, tuple((int(t),) for t in tokens), tuple(past), tuple(slots)))
         return out[: len(tokens)]
+
+    def advance(self, token: int, past: int, slot: int) -> NDArray[np.float32]:
+        """One more token of one sequence, by decode or, in a prefill-only artefact, by the smallest bucket.
+
+        Returns:
+            logits f32 [V].
+
+        Raises:
+            CalcError: as `decode` and `prefill`.
+        """
+        if self.decode_batches:
+            return np.asarray(self.decode([token], [past], [slot])[0])
+        return self.prefill([token], past=past, slot=slot)
 
     def kv(self, layer: int, slot: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """A layer's keys and values after `count` tokens: f32 [rows, kv_heads, dim] each, the newest last.

@@ -20,6 +20,9 @@ from calc.stages.source import Source
 MIN_DISTINCT = 8
 """Different tokens that a golden text has at least."""
 
+STEPWISE = 16
+"""Where there is no prefill, the golden prompt is as long as for a bucket of this many tokens, decoded one by one."""
+
 CHECK_LIMIT = 50_000_000
 """Models with fewer parameters are checked after every pass unless told otherwise."""
 
@@ -37,7 +40,7 @@ def start_ladder(
         return None
     from calc.frontend.reference import reference
 
-    buckets = [v.seq for v in source.variants if v.role == "prefill"] or [1]
+    buckets = [v.seq for v in source.variants if v.role == "prefill"] or [min(STEPWISE, source.context - DECODE_STEPS)]
     spec = source.exported.spec
     tokens = golden_tokens(opened.loaded.model_dir, spec, max(buckets) + DECODE_STEPS + 1)
     plan = golden_plan(tokens, buckets, source.context)
