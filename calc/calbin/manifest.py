@@ -184,8 +184,9 @@ class StateDesc(Frozen):
     """One state: what a slot keeps of a sequence between calls.
 
     A slot holds `rows` rows of ``heads * dim`` elements; slots lie one behind another in each part. How token t's row
-    is found depends on `growth`: ``token`` at row t, ``ring`` at row ``t mod rows`` (the last `window` tokens count),
-    ``fixed`` has one row for the whole sequence. `layer` is None for a state outside of the layers.
+    is found depends on `growth`: ``token`` at row t; ``ring`` at row ``t mod rows`` (the last `window` tokens count);
+    ``fixed`` has one row for the whole sequence, which the host clears before a sequence's first call. `layer` is None
+    for a state outside of the layers.
     """
 
     name: Name

@@ -46,7 +46,8 @@ class RowBlock(Frozen):
     """A way to work through a bucket's rows in blocks that SRAM has room for.
 
     Attributes:
-        kind: how the graph is cut into regions that share a loop over blocks: whole, narrow (where one value is handed on), calls.
+        kind: where the graph is cut into regions that share a loop over blocks: whole (nowhere), narrow (where one
+            value is handed on), calls (everywhere).
         rows: rows of a block, for each size in use.
         weight_reads: how often the weights of the region with the smallest block are read.
         weight_bytes: weights that a full bucket reads.

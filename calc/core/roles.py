@@ -137,18 +137,23 @@ def state_input(state: str) -> str:
 
 
 def is_state_input(name: str | None) -> bool:
-    """Whether a graph input stands for a state."""
-    return name is not None and name.startswith(f"{BEFORE}kv.")
+    """Whether a graph's input stands for a state."""
+    return name is not None and name.startswith(BEFORE) and name not in CSRS
 
 
 def is_state(name: str | None) -> bool:
-    """Whether a graph output stands for a state."""
-    return name is not None and name.startswith("kv.")
+    """Whether a graph's output stands for a state: all do that are not an output of a role."""
+    return name is not None and not any(name == t.name for r in ROLES.values() for t in r.outputs)
 
 
 def state_of(value: str) -> str:
     """The state behind a graph input."""
     return value.removeprefix(BEFORE)
+
+
+def is_kv(name: str) -> bool:
+    """Whether a state's name is that of a layer's keys or values."""
+    return name.startswith("kv.") and name.rpartition(".")[2] in WHICH
 
 
 def layer_of(value: str) -> int:

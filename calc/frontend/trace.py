@@ -20,6 +20,7 @@ from torch.onnx.errors import OnnxExporterError
 from transformers.modeling_utils import PreTrainedModel
 
 from calc.core.errors import Problem, UnsupportedError
+from calc.core.roles import CURRENT, IDS, LOGITS, PAST, WHICH, kv_name, state_input
 from calc.core.spec import LayerSpec
 from calc.core.variant import Variant
 from calc.frontend import ops
@@ -56,13 +57,12 @@ class Traced:
 
 def input_names(layers: int) -> list[str]:
     """The graph's inputs, in order."""
-    kv = [f"past_kv.{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    return ["input_ids", "past_kv_cur_seq_len", "cur_seq_len", *kv]
+    return [IDS, PAST, CURRENT, *(state_input(kv_name(i, which)) for i in range(layers) for which in WHICH)]
 
 
 def output_names(layers: int) -> list[str]:
     """The graph's outputs, in order."""
-    return ["logits", *(f"kv.{i}.{part}" for i in range(layers) for part in ("key", "value"))]
+    return [LOGITS, *(kv_name(i, which) for i in range(layers) for which in WHICH)]
 
 
 class Decoder(nn.Module):

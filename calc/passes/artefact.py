@@ -44,7 +44,7 @@ from calc.calbin.writer import CalbinWriter, SectionWriter
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
 from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
-from calc.core.roles import ROLES, Tensor, is_state
+from calc.core.roles import ROLES, Tensor, is_kv
 from calc.core.spec import ModelSpec
 from calc.core.state import ROW_MULTIPLE, StateSpec
 from calc.core.tensors import DTYPES
@@ -285,7 +285,7 @@ def _manifest(
             prompt=plan.prompt,
             steps=DECODE_STEPS,
             logits_rows=plan.rows,
-            kv_layers=tuple(sorted({s.layer for s in _specs(c) if s.layer is not None and is_state(s.name)})),
+            kv_layers=tuple(sorted({s.layer for s in _specs(c) if s.layer is not None and is_kv(s.name)})),
             rungs=tuple(ladder.rungs),
         )
     return Manifest(

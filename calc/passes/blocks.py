@@ -5,9 +5,8 @@ region's weights once. Keys and values of earlier blocks are in the state alread
 block. What a later region reads is spilled to DRAM.
 
 Candidates are compared on the target's rates: the whole graph in one region (nothing is spilled, the widest call sets
-the block), a region between any two places
-where each chip hands on a single value (the residual stream: a layer's attention and its FFN), and a region per call. The cheapest is taken; of equals the one that reads
-fewer bytes.
+the block); regions between places where each chip hands on a single value, such as the residual stream between a
+layer's attention and its FFN; a region per call. The cheapest is taken; of equals the one that moves fewer bytes.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from calc.core.errors import InternalError
 from calc.core.heap import trim
-from calc.core.roles import CURRENT, IDS, LOGITS, PAST, is_state, is_state_input, kv_name, state_of
+from calc.core.roles import CURRENT, IDS, LOGITS, PAST, is_kv, is_state, is_state_input, kv_name, layer_of, state_of
 from calc.core.tensors import ArrayTensor
 from calc.passes.base import Graph
 
@@ -327,7 +327,8 @@ def replay(
         }
         for c in plan
     ]
-    keep: dict[str, dict[str, Array]] = {}
+    keep: dict[str, Array] = {}
+    states = {v.name for name in cuts for v in graphs[name].model.graph.outputs if is_state(v.name)}
     total = plan[-1].past + plan[-1].cur
     for at in range(count.pop()):
         if progress is not None:
@@ -343,20 +344,21 @@ def replay(
                 open_now = (call.graph, session(graphs[call.graph], seg, held))
             feeds = {n: _feed(graphs[call.graph], n, live[i], cache) for n in seg.inputs}
             for name, data in open_now[1].run(feeds).items():
-                if is_state(name):
+                if name in states:
                     cache[name] = data
                 else:
                     live[i][name] = data
             live[i] = {n: v for n, v in live[i].items() if n in later[call.graph] or n == LOGITS}
         for name, data in cache.items():
-            keep.setdefault(name, {})["data"] = data[0, :, :total].transpose(1, 0, 2).copy()
+            if is_kv(name):  # what else a model keeps has no rows of tokens to compare
+                keep[name] = data[0, :, :total].transpose(1, 0, 2).copy()
         del held, open_now, cache
         trim()
-    layers = len(keep) // 2
+    layers = sorted({layer_of(name) for name in keep})
     return Replayed(
         np.concatenate([np.asarray(v[LOGITS], np.float32) for v in live]),
-        [np.asarray(keep[kv_name(i, "key")]["data"], np.float32) for i in range(layers)],
-        [np.asarray(keep[kv_name(i, "value")]["data"], np.float32) for i in range(layers)],
+        [np.asarray(keep[kv_name(i, "key")], np.float32) for i in layers],
+        [np.asarray(keep[kv_name(i, "value")], np.float32) for i in layers],
     )
 
 
@@ -370,7 +372,8 @@ def _feed(g: Graph, name: str, live: Mapping[str, Array], cache: Mapping[str, Ar
     if held is not None and held.shape == shape:
         return held
     out = np.zeros(shape, np.float32)
-    if held is not None:
+    if held is not None and len(shape) == 4:
+        # another variant's buffer of rows has another length
         n = min(shape[2], held.shape[2])
         out[:, :, :n] = held[:, :, :n]
     return out

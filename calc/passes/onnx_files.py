@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from calc.core.errors import DiskError, ModelError, Problem, Problems
 from calc.core.exported import Exported
+from calc.core.roles import is_state_input, layer_of
 from calc.core.spec import ModelSpec, TokenizerSpec
 from calc.core.tensors import ArrayTensor, FileTensor, TensorRef
 from calc.core.variant import Variant
@@ -172,13 +173,15 @@ def _same(a: TensorRef, b: TensorRef) -> bool:
 
 
 def _infer_layers(model: ir.Model) -> None:
-    """Where a graph does not say which layer a node is in: the last one whose KV its inputs come from."""
+    """Where a graph does not say which layer a node is in: the last one whose states its inputs come from."""
     if any("calc.layer" in n.metadata_props for n in model.graph):
         return
     layer: dict[int, int] = {}
     for node in model.graph:
         own = [
-            int(v.name.split(".")[1]) for v in node.inputs if v is not None and v.name and v.name.startswith("past_kv.")
+            layer_of(v.name)
+            for v in node.inputs
+            if v is not None and v.name and v.is_graph_input() and is_state_input(v.name)
         ]
         before = [
             layer[id(p)] for v in node.inputs if v is not None and (p := v.producer()) is not None and id(p) in layer

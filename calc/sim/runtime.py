@@ -180,11 +180,23 @@ class Device:
         csr = csr_file({PAST: [*step.past, *[0] * pad], CURRENT: [*cur, *[0] * pad], SLOT: [*step.slots, *[0] * pad]})
         for desc in _named(sub.inputs, IDS):
             self._write(desc, ids)
+        for past, slot in zip(step.past, step.slots, strict=True):
+            if past == 0:
+                self._clear(slot)
         with threadpool_limits(1):
             # one BLAS thread: the order of sums, and so every bit, is the same on every machine of a kind
             self._program(sub).run(csr)
         parts = sorted(_named(sub.outputs, LOGITS), key=lambda d: d.part.start if d.part else 0)
         return np.concatenate([self._read(d) for d in parts], axis=parts[0].part.axis if parts[0].part else -1)
+
+    def _clear(self, slot: int) -> None:
+        """A sequence starts: what does not grow with it starts from zero. Rows per token are written before use."""
+        layout = self.manifest.states
+        for state in layout.states:
+            if state.growth == "fixed":
+                for part in state.parts:
+                    size = state.part_bytes(part, 1)
+                    self.machine.memories[part.chip].host_write(part.offset + slot * size, np.zeros(size, np.uint8))
 
     def prefill(
         self, tokens: Sequence[int], *, past: int = 0, slot: int = 0, bucket: int | None = None

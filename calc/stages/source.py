@@ -183,12 +183,13 @@ def _context_of(exported: Exported, v: Variant) -> int:
     """Tokens that fit a graph's KV buffer beside a whole bucket; the bucket itself where nothing is kept."""
     if not ROLES[v.role].stateful:
         return v.seq
-    kv = next((x for x in exported.graphs[v].graph.inputs if is_state_input(x.name)), None)
-    if kv is None or kv.shape is None or len(kv.shape) != 4 or not isinstance(kv.shape[2], int):
+    states = [x for x in exported.graphs[v].graph.inputs if is_state_input(x.name)]
+    grows = next((x.shape for x in states if x.shape is not None and len(x.shape) == 4), None)
+    if not states or (grows is not None and not isinstance(grows[2], int)):
         raise ModelError(
             Problem("ONNX_INPUTS", v.name, "the graph has no static past_kv.0.key", "[batch, heads, capacity, dim]")
         )
-    return kv.shape[2] - v.seq
+    return exported.spec.max_position_embeddings if grows is None else int(grows[2]) - v.seq  # type: ignore[arg-type]
 
 
 def _graph(exported: Exported, v: Variant) -> Graph:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from calc.calbin.codec import Path
 from calc.calbin.manifest import ChipPart, MemoryRegion, SubModel
 from calc.calbin.report import Context
-from calc.core.roles import is_state
 
 Span = tuple[int, int, Path, str]
 """Start, end, the field that declares it, and what it is."""
@@ -92,6 +91,7 @@ def _check_tensors(
     ctx: Context, sub: SubModel, path: Path, regions: dict[int, list[Span]], owned: dict[int, list[Span]]
 ) -> None:
     own: dict[int, list[Span]] = defaultdict(list)
+    states = {s.name for s in ctx.manifest.states.states}
     chips = {part.chip for part in sub.chip_map}
     for side, tensors in (("inputs", sub.inputs), ("outputs", sub.outputs)):
         for j, tensor in enumerate(tensors):
@@ -106,7 +106,7 @@ def _check_tensors(
                 )
                 continue
             _check_inside(ctx, span, regions[at.chip])
-            if not is_state(tensor.name):
+            if tensor.name not in states:
                 own[at.chip].append(span)
     for chip, spans in own.items():
         _report_overlaps(ctx, spans)

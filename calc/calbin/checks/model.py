@@ -11,7 +11,7 @@ from calc.calbin.manifest import StateDesc, SubModel, TensorDesc
 from calc.calbin.report import Context
 from calc.core.errors import UsageError
 from calc.core.isa import CSR_STRIDE, CSRS, ISA_NAME, ISA_VERSION
-from calc.core.roles import ROLES, WHICH, is_state
+from calc.core.roles import ROLES, WHICH, kv_name
 from calc.core.state import Growth
 from calc.core.target import parse_target
 from calc.core.tensors import DTYPES
@@ -290,7 +290,7 @@ def _check_parts(ctx: Context, state: StateDesc, path: Path) -> None:
 def _check_layer(ctx: Context, state: StateDesc, path: Path) -> None:
     """Keys and values have the model's heads and widths."""
     which = state.name.rpartition(".")[2]
-    if state.layer is None or which not in WHICH or not is_state(state.name):
+    if state.layer is None or which not in WHICH or state.name != kv_name(state.layer, which):
         return
     spec = ctx.manifest.model.layers[state.layer]
     needs = (spec.kv_heads, spec.key_dim if which == "key" else spec.value_dim)
@@ -302,11 +302,12 @@ def _check_layer(ctx: Context, state: StateDesc, path: Path) -> None:
 def _check_agreement(ctx: Context) -> None:
     """Sub-models that hand out a state as a tensor agree on it."""
     seen: dict[str, TensorDesc] = {}
+    states = {s.name for s in ctx.manifest.states.states}
     for i, sub in enumerate(ctx.manifest.submodels):
         for side, tensors in (("inputs", sub.inputs), ("outputs", sub.outputs)):
             for j, tensor in enumerate(tensors):
                 first = seen.setdefault(tensor.name, tensor)
-                if is_state(tensor.name) and tensor != first:
+                if tensor.name in states and tensor != first:
                     what = "sub-models disagree on a state's dtype, shape, layout or place"
                     at = ("submodels", i, side, j)
                     ctx.report.add("CALBIN_STATE", at, what, expected=f"as {first.shape}", got=tensor)

@@ -25,7 +25,7 @@ def partition(g: Graph, board: Board) -> None:
         at = place[id(node)]
         chip = 0 if at is None else chip_of[at] if at < count else board.chips - 1
         node.metadata_props["calc.chip"] = str(chip)
-    _transfers(g)
+    transfers(g)
 
 
 def _places(g: Graph) -> dict[int, int | None]:
@@ -90,8 +90,8 @@ def split_layers(size: Sequence[int], chips: int) -> tuple[int, ...]:
     return tuple(best)
 
 
-def _transfers(g: Graph) -> None:
-    """A Send and a Recv, ahead of its first reader, for each value that another chip reads."""
+def transfers(g: Graph) -> None:
+    """Put a Send and a Recv, ahead of its first reader, for each value that another chip reads."""
     there: dict[tuple[int, str], ir.Value] = {}
     for node in list(g.model.graph):
         chip = node.metadata_props["calc.chip"]
