@@ -38,6 +38,10 @@ def registry() -> ONNXRegistry:
     return known
 
 
+_PURE = {_aten.div_.Tensor: _aten.div.Tensor}
+"""What writes into its first input, and what computes the same without."""
+
+
 def to_decompose(program: ExportedProgram) -> str | None:
     """The first reason to decompose a program; None where that would give the same program again.
 
@@ -48,7 +52,7 @@ def to_decompose(program: ExportedProgram) -> str | None:
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         return "a buffer or an input is written"
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    targets = {node.target: None for node in calls if not _is_idle_cast(program, node)}
+    targets = {node.target: None for node in calls if not (_is_idle_cast(program, node) or _is_private_write(node))}
     return next((reason for target in targets if (reason := _reason(target)) is not None), None)
 
 
@@ -62,7 +66,7 @@ def _reason(target: object) -> str | None:
         return f"{target} writes into its input"
     if not registry().is_registered(target):
         return f"{target} has no translation"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+    if _is_composite(target):
         return f"{target} is a composite"
     return None
 
@@ -76,11 +80,37 @@ def _is_idle_cast(program: ExportedProgram, node: Node) -> bool:
     return isinstance(source, Node) and source.meta["val"].dtype == dtype and node.name not in outputs
 
 
+def _is_private_write(node: Node) -> bool:
+    """A write that only its own result shows: into a value that shares no memory and that nobody reads afterwards."""
+    if node.target not in _PURE:
+        return False
+    source, other = node.args
+    if not isinstance(source, Node) or not isinstance(other, Node):
+        return False
+    if source.meta["val"].dtype != other.meta["val"].dtype or not _is_fresh(source):
+        return False
+    return all(user is node or (user < node and _is_fresh(user)) for user in source.users)
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether a node's result has memory of its own."""
+    if node.target is operator.getitem:
+        (node, *_) = node.all_input_nodes
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or _is_composite(target):
+        return False
+    return not any(value.alias_info for value in target._schema.returns)
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+
+
 def simplify(program: ExportedProgram) -> None:
     """Do, in place, what decomposing does to the composites that nearly every model has: one node for one node.
 
-    Before::  reshape(x, shape); to(x, its own dtype)
-    After::   view(x, shape); x
+    Before::  reshape(x, shape); to(x, its own dtype); div_(x, y) into an x that nobody else sees
+    After::   view(x, shape); x; div(x, y)
 
     The result is for translation alone: in torch, a view asks for strides that a reshape does without.
     """
@@ -88,6 +118,8 @@ def simplify(program: ExportedProgram) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.reshape.default:
             node.target = _aten.view.default
+        elif _is_private_write(node):
+            node.target = _PURE[node.target]
         elif _is_idle_cast(program, node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

@@ -18,12 +18,14 @@ from calc.frontend.export import export
 
 VARIANTS = [Variant("prefill", 1, 16), Variant("decode", 2, 1)]
 NEEDED = {
-    "mixtral": "aten.div_.Tensor writes into its input",
     "phi": "aten.dropout.default is a composite",
     "glm4": "aten.chunk.default is a composite",
 }
 MODELS = {
     **FAMILIES,
+    "qwen3_moe_normed": lambda: transformers.Qwen3MoeConfig(
+        **t0(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+    ),
     "phi": lambda: transformers.PhiConfig(**t0(num_key_value_heads=4, head_dim=...)),
     "glm4": lambda: transformers.Glm4Config(**t0(head_dim=...)),
 }
@@ -74,6 +76,12 @@ class Cases(torch.nn.Module):
             return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
         if self.case == "unknown":
             return torch.special.bessel_j0(x)
+        if self.case.startswith("write"):
+            y = {"write": x + 1, "write view": (x + 1)[1:], "write seen": x + 1}[self.case]
+            z = y.sum(-1, keepdim=True)
+            view = y[0] if self.case == "write seen" else None
+            y.div_(z)
+            return y + 1 if view is None else y + view
         if self.case == "cast":
             return x.to(torch.float64)
         y = x.reshape(2, 6).to(torch.float32)
@@ -87,6 +95,9 @@ class Cases(torch.nn.Module):
         ("control", "cond is no plain operator"),
         ("unknown", "aten.special_bessel_j0.default has no translation"),
         ("cast", "aten.to.dtype has no translation"),
+        ("write", None),
+        ("write view", "aten.div_.Tensor writes into its input"),
+        ("write seen", "aten.div_.Tensor writes into its input"),
         ("output", "aten.to.dtype has no translation"),
         ("plain", None),
     ],
