@@ -42,6 +42,24 @@ QWEN3_30B_A3B = {
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
 LLAMA3_70B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -84,6 +102,13 @@ print(r.model_dump_json())
 """
 
 
+BLOCKS = """
+import sys, calc
+options = calc.CompileOptions(target=sys.argv[2], quant=sys.argv[3], prefill=(2048,), max_seq_len=4096)
+print(calc.compile(sys.argv[1], None, options).model_dump_json())
+"""
+
+
 def run(code: str, *args: str) -> tuple[str, float, float]:
     """Output, CPU seconds and peak MiB of a process."""
     child = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -96,6 +121,28 @@ def run(code: str, *args: str) -> tuple[str, float, float]:
     return out.strip(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
+def blocks(tmp: Path) -> None:
+    """A bucket of 2048 tokens: SRAM, how often weights are read, and every plan that fits."""
+    recipe = str(ROOT / "examples" / "recipes" / "qwen3-30b-a3b.toml")
+    print("Bucket of 2048 tokens, planned from a config alone")
+    for name, config, target, quant in (
+        ("Llama-3-8B", LLAMA3_8B, "calculet-1chip", "bf16"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, "calculet-2chip", recipe),
+    ):
+        d = tmp / f"{name}-blocks"
+        d.mkdir()
+        (d / "config.json").write_text(json.dumps(config))
+        out, cpu, rss = run(BLOCKS, str(d), target, quant)
+        v = next(v for v in json.loads(out)["variants"] if v["role"] == "prefill")
+        peaks = " + ".join(f"{s / 2**20:.1f}" for s in v["sram_peak"])
+        print(f"  {name} on {target} ({cpu:.1f} CPU-s, {rss:.0f} MiB): SRAM {peaks} MiB, ", end="")
+        print(f"{v['dram_bytes'] / 1e9:.1f} GB, {v['seconds'] * 1e3:.0f} ms, bound: {v['bound']}")
+        for b in v["row_blocks"]:
+            sizes = ", ".join(map(str, b["rows"]))
+            print(f"    cut {b['kind']:7} blocks of {sizes:14} weights read {b['weight_reads']} x", end="")
+            print(f" = {b['weight_bytes'] / 1e9:.1f} GB, spilled {b['spill_bytes'] / 1e9:.2f} GB", flush=True)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         dirs = {}
@@ -103,7 +150,8 @@ def main() -> None:
             dirs[name] = Path(tmp) / name
             dirs[name].mkdir()
             (dirs[name] / "config.json").write_text(json.dumps(config))
-        print("Export and inventory from a config alone, one graph per process")
+        blocks(Path(tmp))
+        print("\nExport and inventory from a config alone, one graph per process")
         for name, d in dirs.items():
             for role, seq in (("prefill", "128"), ("decode", "1")):
                 out, cpu, rss = run(INVENTORY, str(d), role, seq)
