@@ -89,7 +89,7 @@ def plan_blocks(
         SramTooSmallError: SRAM_TOO_SMALL when not even the smallest block fits: what is missing for the best plan.
     """
     everything = whole(calls)
-    if _refusal(probe, whole(_distinct(calls))) is None and _refusal(probe, everything) is None:
+    if _refusal(probe, everything) is None:
         plan = _priced(everything, variant, target, weight_bytes)
         return plan, (plan,)
     kinds = _cuts(calls) if variant.seq > 1 else {}

@@ -74,13 +74,17 @@ def lower(calls: Sequence[Call], variant: Variant, chips: Mapping[int, ChipMemor
     """
     sizes = {n: h.nbytes for m in chips.values() for n, h in m.weights.items()}
 
+    fits: list[tuple[tuple[Region, ...], dict[int, Lowering]]] = []
+
     def probe(plan: Plan) -> None:
         parts = _emit(plan, variant, chips, target)
         _allocate_all(parts, variant, target)
+        fits[:] = [(plan.regions, parts)]
 
     plan, candidates = plan_blocks(calls, variant, target, sizes, probe)
-    parts = _emit(plan, variant, chips, target)
-    _allocate_all(parts, variant, target)
+    if fits[0][0] is not plan.regions:  # the plan in use is mostly the last that was tried
+        probe(plan)
+    parts = fits[0][1]
     return Lowered({chip: finish(low) for chip, low in parts.items()}, plan, candidates)
 
 
