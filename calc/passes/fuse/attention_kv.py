@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.kernels.base import Attr
+from calc.kernels.attention import AttentionAttrs
 from calc.passes.base import (
     Graph,
     Rule,
@@ -49,16 +49,16 @@ class FuseAttentionKv(Rule):
         valid = offset_from(node.inputs[6], past)
         if valid is None or valid.size != 1 or int(valid.reshape(())) != seq:
             return "the valid keys are not past_kv_cur_seq_len and the call's own"
-        left = int(attr(node, "left_window_size", -1))  # type: ignore[arg-type]
-        attrs: dict[str, Attr] = {
-            "heads": heads,
-            "kv_heads": dims(past_k)[1],
-            "head_dim": head_dim,
-            "value_dim": dims(past_v)[3],
-            "scale": float(attr(node, "scale", head_dim**-0.5)),  # type: ignore[arg-type]
-            "softcap": float(attr(node, "softcap", 0.0)),  # type: ignore[arg-type]
-            "window": left + 1 if left >= 0 else 0,
-        }
+        left = attr(node, "left_window_size", -1)
+        attrs = AttentionAttrs(
+            heads=heads,
+            kv_heads=dims(past_k)[1],
+            head_dim=head_dim,
+            value_dim=dims(past_v)[3],
+            scale=attr(node, "scale", float(head_dim**-0.5)),
+            softcap=attr(node, "softcap", 0.0),
+            window=left + 1 if left >= 0 else 0,
+        )
         out = flat.outputs[0]
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Attention"
         shapes = [dims(out), dims(past_k), dims(past_v)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.embed import EmbedAttrs
 from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, replace_value, scalar, sole_user
 
 
@@ -24,7 +25,7 @@ class FuseEmbed(Rule):
             factor = scalar(user.inputs[1] if user.inputs[0] is out else user.inputs[0])
             if factor is not None:
                 out, last, scale = user.outputs[0], user, factor
-        new = calc_node("Embed", [ids, table], {"scale": scale}, [dims(out)], node, "model.embed_tokens/Embed")
+        new = calc_node("Embed", [ids, table], EmbedAttrs(scale), [dims(out)], node, "model.embed_tokens/Embed")
         insert(last, new)
         replace_value(g, out, new.outputs[0])
         return None

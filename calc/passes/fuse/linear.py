@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.linear import LinearAttrs
 from calc.passes.base import Graph, Rule, calc_node, dims, insert, ints, made_by, other_input, replace_value, sole_user
 
 
@@ -26,7 +27,7 @@ class FuseLinear(Rule):
             b = other_input(user, out)
             if b is not None and g.weight(b) is not None and dims(b) == dims(out)[-1:]:
                 out, last, bias = user.outputs[0], user, b
-        attrs = {"n": 1, "bias": int(bias is not None), "add": 0}
+        attrs = LinearAttrs(1, bias=bias is not None, add=False)
         ins = [x, w, *([bias] if bias is not None else [])]
         new = calc_node(
             "Linear", ins, attrs, [dims(out)], node, f"{node.metadata_props.get('calc.scope', node.name)}/Linear"
