@@ -263,13 +263,6 @@ def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     return b if a is value else a
 
 
-def formal(node: ir.Node, names: Sequence[str], name: str) -> ir.Value:
-    """The input of a calc node with a formal name."""
-    value = node.inputs[names.index(name)]
-    assert value is not None
-    return value
-
-
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +317,8 @@ def replace_input(node: ir.Node, index: int, value: ir.Value) -> None:
 
 def insert(before: ir.Node, *nodes: ir.Node) -> None:
     """Put nodes in front of another one."""
-    assert before.graph is not None
+    if before.graph is None:
+        raise InternalError(f"{before.name} is in no graph, nothing can stand before it")
     before.graph.insert_before(before, nodes)
 
 

@@ -16,9 +16,10 @@ class FuseEmbed(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         table, ids = node.inputs
-        if g.weight(table) is None or ids is None or ids.name != "input_ids" or attr(node, "axis", 0) != 0:
+        if table is None or g.weight(table) is None:
             return "not a lookup of input_ids in the rows of a weight"
-        assert table is not None
+        if ids is None or ids.name != "input_ids" or attr(node, "axis", 0) != 0:
+            return "not a lookup of input_ids in the rows of a weight"
         out, last, scale = node.outputs[0], node, 1.0
         user = sole_user(out)
         if user is not None and user.op_type == "Mul" and not user.domain:

@@ -28,7 +28,8 @@ class FuseGlu(Rule):
             if lin_gate is None or lin_gate is lin_up or lin_gate.inputs[0] is not lin_up.inputs[0]:
                 continue
             x, wg, wu = lin_gate.inputs[0], lin_gate.inputs[1], lin_up.inputs[1]
-            assert x is not None and wg is not None and wu is not None
+            if x is None or wg is None or wu is None:
+                continue
             name = f"{node.metadata_props.get('calc.scope', node.name)}/Glu"
             new = calc_node("Glu", [x, wg, wu], GluAttrs(act), [dims(node.outputs[0])], node, name)
             insert(node, new)

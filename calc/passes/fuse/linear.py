@@ -17,10 +17,9 @@ class FuseLinear(Rule):
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         x, wt = node.inputs
         transpose = made_by(wt, "Transpose")
-        if transpose is None or ints(transpose, "perm") != (1, 0) or g.weight(transpose.inputs[0]) is None:
+        w = None if transpose is None else transpose.inputs[0]
+        if transpose is None or ints(transpose, "perm") != (1, 0) or x is None or w is None or g.weight(w) is None:
             return "the second operand is not a transposed 2-D weight"
-        w = transpose.inputs[0]
-        assert x is not None and w is not None
         out, last, bias = node.outputs[0], node, None
         user = sole_user(out)
         if user is not None and user.op_type == "Add" and not user.domain:

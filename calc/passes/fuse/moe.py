@@ -56,7 +56,9 @@ class FuseMoe(Rule):
         router = made_by(softmax.inputs[0], "Linear", domain=DOMAIN)
         if router is None or router.inputs[0] is not x2d or attrs_of(router, LinearAttrs).bias:
             return "the router's logits are not a projection of the experts' input"
-        if any(g.weight(v) is None for v in (gate, up, down)):
+        w = router.inputs[1]
+        experts = [v for v in (gate, up, down) if v is not None and g.weight(v) is not None]
+        if w is None or len(experts) != 3:
             return "the experts' weights are not weights of the checkpoint"
         back = sole_user(node.outputs[0])
         if back is None or back.op_type != "Reshape" or dims(back.outputs[0]) != dims(x):
@@ -68,10 +70,8 @@ class FuseMoe(Rule):
             add=False,
             hidden=dims(x)[-1],
         )
-        w = router.inputs[1]
-        assert w is not None and gate is not None and up is not None and down is not None
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Moe"
-        new = calc_node("Moe", [x, w, gate, up, down], attrs, [dims(x)], node, name)
+        new = calc_node("Moe", [x, w, *experts], attrs, [dims(x)], node, name)
         insert(node, new)
         replace_value(g, back.outputs[0], new.outputs[0])
         return None

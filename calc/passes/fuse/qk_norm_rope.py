@@ -67,10 +67,8 @@ class FuseQkNormRope(Rule):
         ):
             return "q and k are normed or rotated differently"
         past = scatter.inputs[2]
-        assert past is not None
-        steps = offset_from(q.positions, past)
-        seq = dims(q.x)[1]
-        if past.name != "past_kv_cur_seq_len" or steps is None or not np.array_equal(steps.ravel(), np.arange(seq)):
+        steps = None if past is None or past.name != "past_kv_cur_seq_len" else offset_from(q.positions, past)
+        if past is None or steps is None or not np.array_equal(steps.ravel(), np.arange(dims(q.x)[1])):
             return "the positions are not past_kv_cur_seq_len onwards"
         attrs = QkNormRopeAttrs(
             heads=q.heads,
@@ -120,10 +118,9 @@ def _branch(g: Graph, value: ir.Value | None) -> _Branch | str:
     if not swapped:
         return "heads are not split by Reshape and Transpose"
     reshape = made_by(inner, "Reshape")
-    if reshape is None:
+    x = None if reshape is None else reshape.inputs[0]
+    if reshape is None or x is None:
         return "heads are not split by Reshape and Transpose"
-    x = reshape.inputs[0]
-    assert x is not None
     shape = dims(reshape.outputs[0])
     if len(shape) != 4:
         return "the head split is not [batch, sequence, heads, head_dim]"
