@@ -7,6 +7,7 @@ The bytes depend on the code alone. A test runs the check, so a table cannot dri
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import re
 import sys
@@ -28,7 +29,7 @@ from calc.core.packing import COLS_ALIGN, GROUPS, TILE_ALIGN
 from calc.core.schemes import schemes
 from calc.core.target import TARGET_DIR, load_target, target_names
 from calc.kernels import registry
-from calc.kernels.base import Attr, Kernel
+from calc.kernels.base import Attrs, Kernel, attr_values
 from calc.passes import ladder
 from calc.passes.order import fusion_passes
 
@@ -224,8 +225,19 @@ def targets() -> str:
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
 
-def show(attrs: dict[str, Attr]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in attrs.items())
+def show(attrs: Attrs) -> str:
+    return ", ".join(f"{k}={v}" for k, v in attr_values(attrs).items())
+
+
+def attributes(kind: type[Attrs]) -> str:
+    """A row per attribute: what a node has, and the meaning from the class's docstring."""
+    meaning = dict(re.findall(r"(?m)^    (\w+): (.+)$", inspect.getdoc(kind) or ""))
+    rows = []
+    for f in dataclasses.fields(kind):
+        default = "" if f.default is dataclasses.MISSING else int(f.default)
+        shown = "0 or 1" if f.type == "bool" else str(f.type)
+        rows.append((f"`{f.name}`", shown, default, meaning[f.name]))
+    return table(("attribute", "type", "default", "meaning"), rows) if rows else ""
 
 
 def kernel_section(name: str, kernel: Kernel) -> str:
@@ -235,14 +247,15 @@ def kernel_section(name: str, kernel: Kernel) -> str:
     signatures: dict[str, str] = {}
     for ex in kernel.examples():
         ins, outs = kernel.formals(ex.attrs)
-        signatures.setdefault(f"({', '.join(ins)}) -> ({', '.join(outs)})", show(dict(ex.attrs)))
-    rows = [(f"`{s}`", f"`{a}`") for s, a in signatures.items()]
+        signatures.setdefault(f"({', '.join(ins)}) -> ({', '.join(outs)})", show(ex.attrs))
+    rows = [(f"`{s}`", f"`{a}`" if a else "") for s, a in signatures.items()]
+    lines += [attributes(kernel.attributes)]
     lines += [table(("formals", "for these attributes"), rows)]
     first = kernel.examples()[0].attrs
     matrices = kernel.weights(first)
     text = ", ".join(f"`{w}`" for w in matrices) if matrices else "none"
     lines += [f"Matrix weights (with a scheme each): {text}.", ""]
-    body = kernel.body(first, "npu").strip()
+    body = kernel.body(first, kernel.schemes(first), "npu").strip()
     lines += [
         "<details><summary>Body with the NPU's numerics, for the first line of the table</summary>",
         "",

@@ -7,6 +7,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from calc.core.errors import ModelError, Problems
 from calc.core.tensors import DTYPES, FileTensor
@@ -209,7 +210,7 @@ def _entry(
     place = f"{where}:{name}"
     fields = entry if isinstance(entry, dict) else {}
     shape, span, dtype = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
-    if not (_naturals(shape) and _naturals(span) and isinstance(span, list) and len(span) == 2):
+    if not (_naturals(shape) and _naturals(span) and len(span) == 2):
         problems.add("MODEL_HEADER_DAMAGED", place, "the entry lacks a valid shape or data_offsets", got=entry)
         return None
     if not isinstance(dtype, str) or dtype not in _DTYPES:
@@ -221,7 +222,6 @@ def _entry(
             got=dtype,
         )
         return None
-    assert isinstance(shape, list)
     begin, end = base + span[0], base + span[1]
     need = math.prod(shape) * DTYPES[_DTYPES[dtype]].itemsize
     if end > size or end - begin != need:
@@ -240,7 +240,7 @@ def _entry(
     return FileTensor(path, begin, tuple(shape), _DTYPES[dtype], (name,))
 
 
-def _naturals(value: object) -> bool:
+def _naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 

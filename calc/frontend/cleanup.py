@@ -82,10 +82,10 @@ class NoOpPass(ir.passes.InPlacePass):
             if source is None:
                 continue
             producer = source.producer()
-            if _is_plain_reshape(node) and producer is not None and producer.op_type == "Reshape":
-                node.replace_input_with(0, producer.inputs[0])
-                source, modified = producer.inputs[0], True
-                assert source is not None
+            inner = producer.inputs[0] if producer is not None and producer.op_type == "Reshape" else None
+            if _is_plain_reshape(node) and inner is not None:
+                node.replace_input_with(0, inner)
+                source, modified = inner, True
             same_type = source.dtype is not None and source.dtype == out.dtype
             same_shape = source.shape is not None and source.shape == out.shape
             if node.op_type == "Identity" or (same_type and (node.op_type == "Cast" or same_shape)):

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from calc.core.errors import Problems, UnsupportedError
 from calc.frontend import ops
+from calc.frontend.norms import weight_of
 
 NAME = "calc"
 
@@ -59,8 +60,7 @@ def patched_experts(model: PreTrainedModel) -> Iterator[None]:
     activations = _check(model)
 
     def forward(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        gate_up, down = module.gate_up_proj, module.down_proj
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        gate_up, down = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
         out: Tensor = ops.experts(hidden, top_k_index, top_k_weights, gate_up, down, activations[id(module)])
         return out
 

@@ -83,7 +83,8 @@ class Linker:
             The activation's name.
         """
         hidden, ids, weights, gate_up, down = node.inputs
-        assert gate_up is not None and down is not None and gate_up.name and down.name
+        if gate_up is None or down is None:
+            raise InternalError(f"{node.name}: traced experts without weights")
         gates = self._projections(gate_up, 2, node)
         downs = self._projections(down, 1, node)
         activation = node.attributes["activation"].as_string()
@@ -105,8 +106,9 @@ class Linker:
 
     def _projections(self, merged: ir.Value, count: int, before: ir.Node) -> list[ir.Value]:
         """The `count` 3-D float32 weights that make up a traced experts parameter."""
-        name = merged.name
-        assert name is not None
+        name = merged.name or ""
+        if name not in self.recipes:
+            raise InternalError(f"the experts' weight {name!r} is no parameter of the model")
         recipe = self.recipes[name]
         if not recipe.merged:
             return self._slices(name, merged, count, before)

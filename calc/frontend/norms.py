@@ -10,7 +10,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from calc.core.errors import InternalError
 from calc.frontend import ops
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """A module's weight by name.
+
+    Raises:
+        InternalError: what has the name is no tensor; a seam took a module that it should have left alone.
+    """
+    value = getattr(module, name, None)
+    if not isinstance(value, Tensor):
+        raise InternalError(f"{type(module).__name__}: {name} is a {type(value).__name__}, not a tensor")
+    return value
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -22,16 +35,10 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """A leaf whose only parameter is a vector called `weight` and that has an epsilon."""
+    """A leaf whose only parameter is a vector called `weight`."""
     params = dict(module.named_parameters(recurse=False))
     weight = params.get("weight")
-    return (
-        not any(True for _ in module.children())
-        and len(params) == 1
-        and weight is not None
-        and weight.ndim == 1
-        and _epsilon(module) is not None
-    )
+    return not any(True for _ in module.children()) and len(params) == 1 and weight is not None and weight.ndim == 1
 
 
 def _probe(module: nn.Module, eps: float) -> float | None:
@@ -60,10 +67,9 @@ def patched_norms(model: nn.Module) -> Iterator[None]:
     patched: list[nn.Module] = []
     try:
         for module in model.modules():
-            if not _is_candidate(module):
-                continue
             eps = _epsilon(module)
-            assert eps is not None
+            if eps is None or not _is_candidate(module):
+                continue
             key = (type(module), eps)
             if key not in offsets:
                 offsets[key] = _probe(module, eps)
@@ -80,8 +86,7 @@ def patched_norms(model: nn.Module) -> Iterator[None]:
 
 def _forward(eps: float, offset: float) -> Callable[[nn.Module, Tensor], Tensor]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        weight = self.weight
-        assert isinstance(weight, Tensor)
+        weight = weight_of(self, "weight")
         out: Tensor = ops.rms_norm(x, offset + weight if offset else weight, eps)
         return out
 

@@ -49,8 +49,7 @@ class RopeSeam:
     def table(self, cos: Tensor, sin: Tensor) -> RopeTable:
         """The table with this content, made if it is new."""
         for known in self.tables:
-            assert isinstance(known, RopeTable)
-            if torch.equal(known.cos, cos) and torch.equal(known.sin, sin):
+            if isinstance(known, RopeTable) and torch.equal(known.cos, cos) and torch.equal(known.sin, sin):
                 return known
         new = RopeTable(cos, sin)
         self.tables.append(new)

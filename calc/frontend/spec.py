@@ -16,6 +16,7 @@ from calc.frontend.attention import AttentionFacts
 from calc.frontend.experts import expert_modules
 from calc.frontend.files import find
 from calc.frontend.loaded import Loaded, load
+from calc.frontend.norms import weight_of
 from calc.frontend.trace import probe_layers
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layer_norm_rms_eps", "norm_epsilon", "norm_eps")
@@ -138,18 +139,14 @@ def _experts_by_layer(loaded: Loaded, count: int) -> list[int]:
     for path, module in expert_modules(loaded.fake.model).items():
         index = next((int(part) for part in path.split(".") if part.isdigit()), None)
         if index is not None and index < count:
-            down = module.down_proj
-            assert isinstance(down, torch.Tensor)
-            counts[index] = down.shape[0]
+            counts[index] = weight_of(module, "down_proj").shape[0]
     return counts
 
 
 def _moe_width(loaded: Loaded) -> int:
     """Width of one expert, 0 without experts."""
     for module in expert_modules(loaded.fake.model).values():
-        down = module.down_proj
-        assert isinstance(down, torch.Tensor)
-        return int(down.shape[2])
+        return int(weight_of(module, "down_proj").shape[2])
     return 0
 
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from functools import cache
+from typing import Any
 
 from calc.kernels.base import Kernel
 
@@ -13,9 +14,9 @@ _SHARED = frozenset({"base", "emit", "functions", "lowering", "program"})
 
 
 @cache
-def registry() -> dict[str, Kernel]:
+def registry() -> dict[str, Kernel[Any]]:
     """Every kernel by name, in the order of the directory."""
-    out: dict[str, Kernel] = {}
+    out: dict[str, Kernel[Any]] = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda m: m.name):
         if info.name in _SHARED:
             continue

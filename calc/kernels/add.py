@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Fn
-from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
+from calc.core.schemes import Scheme
+from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics, Work, store
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
@@ -16,14 +17,15 @@ class Add(Kernel):
     """``y = a + b``; a, b and y [B, S, H] or [B, H]. The sum is FP32, rounded once."""
 
     name = "Add"
+    attributes = Attrs
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def formals(self, attrs: Attrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("a", "b"), ("y",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: Attrs) -> tuple[str, ...]:
         return ()
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+    def body(self, attrs: Attrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         return "\n".join(("s = Add(a, b)", store("s", "y", numerics)))
 
     def work(self, call: Call, rows: int, context: int) -> Work:
@@ -36,6 +38,6 @@ class Add(Kernel):
 
     def examples(self) -> tuple[Example, ...]:
         return (
-            Example({}, {"a": (1, 5, 48), "b": (1, 5, 48)}),
-            Example({}, {"a": (1, 341), "b": (1, 341)}),
+            Example(Attrs(), {"a": (1, 5, 48), "b": (1, 5, 48)}),
+            Example(Attrs(), {"a": (1, 341), "b": (1, 341)}),
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from calc.core.errors import InternalError
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.numerics import MASKED
 from calc.core.roles import state_of
+from calc.core.schemes import Scheme
 from calc.core.state import ROW_MULTIPLE, StateSpec
-from calc.kernels.base import Attr, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
+from calc.kernels.base import Attrs, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
 from calc.kernels.program import Dim, Reg, View, dense
 
 if TYPE_CHECKING:
@@ -20,13 +21,36 @@ if TYPE_CHECKING:
 NO_WINDOW = 2**31 - 1
 
 
-def heads_divide(call: Call) -> str | None:
+def heads_divide(call: Call[AttentionAttrs]) -> str | None:
     """Query heads are a multiple of KV heads."""
-    h, kv = call.int("heads"), call.int("kv_heads")
+    h, kv = call.attrs.heads, call.attrs.kv_heads
     return None if h % kv == 0 else f"{h} query heads over {kv} KV heads"
 
 
-class Attention(Kernel):
+@dataclass(frozen=True)
+class AttentionAttrs(Attrs):
+    """Attributes of `Attention`.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        head_dim: elements of a head of queries and keys.
+        value_dim: elements of a head of values.
+        scale: factor of the scores.
+        softcap: what the scores stay below, 0 for none.
+        window: keys that a query sees, its own among them; 0 for all.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    softcap: float
+    window: int
+
+
+class Attention(Kernel[AttentionAttrs]):
     """Writes k and v into the cache at ``past``, then ``y = softmax(scale * q k^T, causal, window) v``.
 
     q [B, S, heads * Dk], k [B, S, kv_heads * Dk], v [B, S, kv_heads * Dv], past_k [B, kv_heads, C, Dk],
@@ -34,45 +58,45 @@ class Attention(Kernel):
 
     Scores, probabilities and the running sums stay in FP32 (the matrix engine takes the FP32 probabilities); y is
     rounded once. Online softmax after Milakov and Gimelshein 2018 (arXiv 1805.02867).
-    Attributes of a call: heads, kv_heads, head_dim, value_dim, scale, softcap (0 for none), window (0 for none).
     """
 
     name = "Attention"
-    constraints: tuple[Constraint, ...] = (heads_divide, softcap_positive)
+    attributes = AttentionAttrs
+    constraints: tuple[Constraint[AttentionAttrs], ...] = (heads_divide, softcap_positive)
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def formals(self, attrs: AttentionAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("q", "k", "v", "past_k", "past_v", "past"), ("y", "kv_k", "kv_v")
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: AttentionAttrs) -> tuple[str, ...]:
         return ()
 
-    def states(self, call: Call) -> Mapping[str, StateSpec]:
-        window = call.int("window")
+    def states(self, call: Call[AttentionAttrs]) -> Mapping[str, StateSpec]:
+        window = call.attrs.window
         return {
             formal: StateSpec(
                 name=state_of(call.inputs[formal]),
                 layer=call.layer,
-                heads=call.int("kv_heads"),
-                dim=call.int(dim),
+                heads=call.attrs.kv_heads,
+                dim=dim,
                 growth="ring" if window else "token",
                 window=window or None,
             )
-            for formal, dim in (("past_k", "head_dim"), ("past_v", "value_dim"))
+            for formal, dim in (("past_k", call.attrs.head_dim), ("past_v", call.attrs.value_dim))
         }
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+    def body(self, attrs: AttentionAttrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         lines = []
         for x, heads, dim in (
-            ("q", attrs["heads"], attrs["head_dim"]),
-            ("k", attrs["kv_heads"], attrs["head_dim"]),
-            ("v", attrs["kv_heads"], attrs["value_dim"]),
+            ("q", attrs.heads, attrs.head_dim),
+            ("k", attrs.kv_heads, attrs.head_dim),
+            ("v", attrs.kv_heads, attrs.value_dim),
         ):
             lines += [
                 f"{x}_split = Constant<value_ints: ints = [0, 0, {heads}, {dim}]>()",
                 f"{x}_heads = Reshape({x}, {x}_split)",
                 f"{x}_t = Transpose<perm: ints = [0, 2, 1, 3]>({x}_heads)",
             ]
-        window = int(attrs["window"])  # type: ignore[arg-type]
+        window = attrs.window
         left = f", left_window_size: int = {window - 1}" if window else ""
         lines += [
             "kv_k = TensorScatter<axis: int = 2>(past_k, k_t, past)",
@@ -81,8 +105,8 @@ class Attention(Kernel):
             "one = Constant<value_int: int = 1>()",
             "seq = Gather<axis: int = 0>(shape, one)",
             "valid = Add(past, seq)",
-            f"a = Attention<is_causal: int = 1, scale: float = {float(attrs['scale'])!r}, "  # type: ignore[arg-type]
-            f"softcap: float = {float(attrs['softcap'])!r}{left}>(q_t, kv_k, kv_v, , , , valid)",  # type: ignore[arg-type]
+            f"a = Attention<is_causal: int = 1, scale: float = {attrs.scale!r}, "
+            f"softcap: float = {attrs.softcap!r}{left}>(q_t, kv_k, kv_v, , , , valid)",
             "a_t = Transpose<perm: ints = [0, 2, 1, 3]>(a)",
             "a_join = Constant<value_ints: ints = [0, 0, -1]>()",
             "a_flat = Reshape(a_t, a_join)",
@@ -90,33 +114,25 @@ class Attention(Kernel):
         ]
         return "\n".join(lines)
 
-    def work(self, call: Call, rows: int, context: int) -> Work:
-        per_key = call.int("heads") * (call.int("head_dim") + call.int("value_dim"))
-        return Work(rows * context * per_key, rows * context * call.int("heads") * 4)
+    def work(self, call: Call[AttentionAttrs], rows: int, context: int) -> Work:
+        per_key = call.attrs.heads * (call.attrs.head_dim + call.attrs.value_dim)
+        return Work(rows * context * per_key, rows * context * call.attrs.heads * 4)
 
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[AttentionAttrs]) -> None:
         _Flash(low, call).emit()
 
-    def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 16,
-            "value_dim": 16,
-            "scale": 0.25,
-            "softcap": 0.0,
-            "window": 0,
-        }
+    def examples(self) -> tuple[Example[AttentionAttrs], ...]:
+        base = AttentionAttrs(4, 2, head_dim=16, value_dim=16, scale=0.25, softcap=0.0, window=0)
         cache = {"past_k": (1, 2, 96, 16), "past_v": (1, 2, 96, 16), "past": (1,)}
         prefill = {"q": (1, 24, 64), "k": (1, 24, 32), "v": (1, 24, 32), **cache}
         decode = {"q": (1, 1, 64), "k": (1, 1, 32), "v": (1, 1, 32), **cache}
         return (
             Example(base, prefill, {"past": [0]}),
             Example(base, prefill, {"past": [37]}),
-            Example({**base, "softcap": 5.0}, prefill, {"past": [11]}),
-            Example({**base, "window": 9}, prefill, {"past": [30]}),
+            Example(replace(base, softcap=5.0), prefill, {"past": [11]}),
+            Example(replace(base, window=9), prefill, {"past": [30]}),
             Example(base, decode, {"past": [50]}),
-            Example({**base, "window": 8}, decode, {"past": [50]}),
+            Example(replace(base, window=8), decode, {"past": [50]}),
         )
 
 
@@ -129,14 +145,14 @@ class _Flash:
     """
 
     low: Lowering
-    call: Call
+    call: Call[AttentionAttrs]
 
     def __post_init__(self) -> None:
         c, low = self.call, self.low
-        self.heads, self.kv_heads = c.int("heads"), c.int("kv_heads")
+        self.heads, self.kv_heads = c.attrs.heads, c.attrs.kv_heads
         self.group = self.heads // self.kv_heads
-        self.dk, self.dv = c.int("head_dim"), c.int("value_dim")
-        self.window = c.int("window")
+        self.dk, self.dv = c.attrs.head_dim, c.attrs.value_dim
+        self.window = c.attrs.window
         self.decode = low.variant.seq == 1
         self.keys, self.values = low.state(c, "past_k"), low.state(c, "past_v")
         per_key = self.heads * 4
@@ -263,8 +279,8 @@ class _Flash:
         em, call, st, acc = self.low.em, self.call, self.stats, self.acc
         s = dense(self.scores, DType.F32, self.kv_heads, self.q_block, self.group, self.tile)
         dims = (rows[0], rows[1], rows[2], keys, self.dk)
-        em.gemm(dims, s, qv, k.stepped(self.dk * 2, k.steps[0], 2), alpha=call.float("scale"))
-        cap = call.float("softcap")
+        em.gemm(dims, s, qv, k.stepped(self.dk * 2, k.steps[0], 2), alpha=call.attrs.scale)
+        cap = call.attrs.softcap
         cells = (*rows, keys)
         if cap:
             em.vmap(Fn.AFFINE, cells, s, s, f=(1.0 / cap, 0.0))

@@ -8,9 +8,11 @@ every example, so that no kernel's reference was written by the code it checks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, get_type_hints
+
+from typing_extensions import TypeVar
 
 from calc.core.errors import InternalError
 from calc.core.schemes import Scheme, UnknownSchemeError, parse, scheme
@@ -21,18 +23,115 @@ if TYPE_CHECKING:
 
 Numerics = Literal["fp32", "npu"]
 Attr = int | float | str | tuple[str, ...]
+"""An attribute as an ONNX node has it."""
 
 DOMAIN = "calc"
+SCHEMES = "schemes"
+"""The attribute of a node that names its matrices' schemes, once they are bound. It belongs to no kernel."""
+
+
+# -- attributes ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Call:
+class Attrs:
+    """What distinguishes one call of a kernel from another.
+
+    Each kernel has a frozen dataclass of its own: int, float, str and bool fields (a bool is 0 or 1 in ONNX). A kernel
+    without attributes takes this one. A field with a default may be absent from a node, and is not written at its
+    default.
+    """
+
+
+@dataclass(frozen=True)
+class AttrFault:
+    """What is wrong with one attribute of a node."""
+
+    what: str
+    expected: str
+    got: str = ""
+
+
+class AttrsError(InternalError):
+    """The attributes are not those of the kernel. Ours always are; those of a node made elsewhere may not be.
+
+    Attributes:
+        faults: every attribute that is unknown, missing or of another type.
+    """
+
+    def __init__(self, kind: type[Attrs], faults: Sequence[AttrFault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__(f"{kind.__name__}: " + "; ".join(f"{f.what} (expected {f.expected})" for f in faults))
+
+
+A = TypeVar("A", bound=Attrs, default=Attrs)
+A_co = TypeVar("A_co", covariant=True, default=Attrs)
+
+
+def parse_attrs(kind: type[A], values: Mapping[str, Attr]) -> A:
+    """The typed value of a node's attributes.
+
+    Args:
+        kind: the kernel's dataclass.
+        values: by name, without `SCHEMES`.
+
+    Raises:
+        AttrsError: attributes are unknown, missing or of another type; all of them are named.
+    """
+    known = _fields_of(kind)
+    names = ", ".join(known) or "no attributes"
+    faults = [AttrFault(f"it has no attribute {n}", names, f"{n}={values[n]!r}") for n in values if n not in known]
+    out: dict[str, object] = {}
+    for name, (spec, wanted) in known.items():
+        if name not in values:
+            if spec.default is MISSING:
+                faults.append(AttrFault(f"the attribute {name} is missing", f"{name}: {wanted.__name__}"))
+            continue
+        value = _as(wanted, values[name])
+        if value is None:
+            shown = "0 or 1" if wanted is bool else wanted.__name__
+            faults.append(AttrFault(f"the attribute {name} has another type", f"{name}: {shown}", repr(values[name])))
+        out[name] = value
+    if faults:
+        raise AttrsError(kind, faults)
+    return kind(**out)
+
+
+def _fields_of(kind: type[Attrs]) -> dict[str, tuple[Field[Any], type]]:
+    types = get_type_hints(kind)
+    return {f.name: (f, types[f.name]) for f in fields(kind)}
+
+
+def _as(wanted: type, value: Attr) -> int | float | str | None:
+    """The value as the field has it; None where it is of another type. A whole number is a float too."""
+    if wanted is bool:
+        return bool(value) if isinstance(value, int) and value in (0, 1) else None
+    if wanted is float and isinstance(value, int | float):
+        return float(value)
+    return value if isinstance(value, int | str) and type(value) is wanted else None
+
+
+def attr_values(attrs: Attrs) -> dict[str, int | float | str]:
+    """What a node is given: the fields in their order, those at their default left out."""
+    out: dict[str, int | float | str] = {}
+    for f in fields(attrs):
+        value = getattr(attrs, f.name)
+        if f.default is MISSING or value != f.default:
+            out[f.name] = int(value) if isinstance(value, bool) else value
+    return out
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call(Generic[A_co]):
     """One node of the fused graph.
 
     Attributes:
         op: the kernel's name.
         name: the node's name, with the module it comes from.
-        attrs: what distinguishes this call.
+        attrs: its kernel's attributes.
         inputs: value names by formal name; a missing optional input is absent.
         outputs: value names, in order.
         shapes: dimensions of every input and output, by value name.
@@ -43,7 +142,7 @@ class Call:
 
     op: str
     name: str
-    attrs: Mapping[str, Attr]
+    attrs: A_co
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
@@ -55,24 +154,6 @@ class Call:
         """Dimensions of the input with that formal name."""
         return self.shapes[self.inputs[formal]]
 
-    def int(self, name: str) -> int:
-        """An integer attribute."""
-        value = self.attrs[name]
-        assert isinstance(value, int)
-        return value
-
-    def float(self, name: str) -> float:
-        """A number attribute."""
-        value = self.attrs[name]
-        assert isinstance(value, int | float)
-        return float(value)
-
-    def str(self, name: str) -> str:
-        """A text attribute."""
-        value = self.attrs[name]
-        assert isinstance(value, str)
-        return value
-
 
 @dataclass(frozen=True)
 class Work:
@@ -82,30 +163,48 @@ class Work:
     vector_ops: int
 
 
-Constraint = Callable[[Call], str | None]
+Constraint = Callable[[Call[A]], str | None]
 """Says why a call is refused (expected and got), or None. Its docstring is the rule in one sentence."""
 
 
-def softcap_positive(call: Call) -> str | None:
+class Capped(Protocol):
+    """Attributes with a softcap, 0 for none."""
+
+    @property
+    def softcap(self) -> float:
+        """What the capped values stay below."""
+
+
+class Activated(Protocol):
+    """Attributes with an activation."""
+
+    @property
+    def act(self) -> str:
+        """A name in `ACTIVATION_BODIES`."""
+
+
+def softcap_positive(call: Call[Capped]) -> str | None:
     """The softcap is 0 (none) or a positive finite number."""
-    c = call.float("softcap")
+    c = call.attrs.softcap
     return None if 0 <= c < float("inf") else f"softcap {c}"
 
 
 @dataclass(frozen=True)
-class Example:
+class Example(Generic[A_co]):
     """A sample call: attributes and input shapes, from which tests draw values."""
 
-    attrs: Mapping[str, Attr]
+    attrs: A_co
     shapes: Mapping[str, tuple[int, ...]]
     values: Mapping[str, object] = field(default_factory=dict)
 
 
-class Kernel(ABC):
-    """One NPU op of domain ``calc``."""
+class Kernel(ABC, Generic[A]):
+    """One NPU op of domain ``calc``, with attributes of type `A`."""
 
     name: str
-    constraints: tuple[Constraint, ...] = ()
+    attributes: type[A]
+    """The dataclass of its attributes."""
+    constraints: tuple[Constraint[A], ...] = ()
     loads: str | None = None
     """The role's input that the kernel reads from DRAM itself."""
     stores: str | None = None
@@ -116,61 +215,85 @@ class Kernel(ABC):
     """Inputs of which the kernel picks rows itself: they need not lie in SRAM."""
 
     @abstractmethod
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Formal input and output names of the ONNX function for these attributes."""
+    def formals(self, attrs: A) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Formal input and output names of the ONNX function for these attributes, without the matrices' scales."""
 
     @abstractmethod
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: A) -> tuple[str, ...]:
         """Formal names of the inputs that are matrices, in the order of the ``schemes`` attribute."""
 
-    def vectors(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def vectors(self, attrs: A) -> tuple[str, ...]:
         """Formal names of the inputs that are small f32 weights, kept as plain arrays."""
         return ()
 
-    def states(self, call: Call) -> Mapping[str, StateSpec]:
+    def states(self, call: Call[A]) -> Mapping[str, StateSpec]:
         """The states behind formal inputs; none for most ops."""
         return {}
 
     @abstractmethod
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        """The ONNX function's body (ONNX text format), from formal inputs to formal outputs."""
+    def body(self, attrs: A, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
+        """The ONNX function's body (ONNX text format), from formal inputs to formal outputs.
+
+        Args:
+            attrs: of the call.
+            schemes: the scheme of each matrix, by formal name.
+            numerics: FP32, or with the NPU's roundings.
+        """
 
     @abstractmethod
-    def work(self, call: Call, rows: int, context: int) -> Work:
+    def work(self, call: Call[A], rows: int, context: int) -> Work:
         """What the call costs for `rows` valid rows that see `context` keys each."""
 
     @abstractmethod
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[A]) -> None:
         """Write the program."""
 
     @abstractmethod
-    def examples(self) -> tuple[Example, ...]:
+    def examples(self) -> tuple[Example[A], ...]:
         """Sample calls for the tests: boundary and ragged shapes among them."""
 
-    def refusals(self, call: Call) -> list[str]:
+    def refusals(self, call: Call[A]) -> list[str]:
         """Every constraint the call breaks."""
         return [r for c in self.constraints if (r := c(call)) is not None]
 
-    def overload(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        """The ONNX function overload's name: one for each distinct body."""
-        parts: list[str] = [numerics]
-        for k in sorted(attrs):
-            v = attrs[k]
-            parts.append(f"{k}={'.'.join(v) if isinstance(v, tuple) else v}")
-        return ",".join(parts)
+    def inputs(self, attrs: A, schemes: Mapping[str, Scheme]) -> tuple[str, ...]:
+        """Formal inputs of a node: `formals`, each matrix followed by its scales where its scheme has one per row."""
+        out: list[str] = []
+        for name in self.formals(attrs)[0]:
+            out.append(name)
+            if name in schemes and schemes[name].row_scaled:
+                out.append(f"{name}_scale")
+        return tuple(out)
 
-    def schemes(self, attrs: Mapping[str, Attr]) -> dict[str, Scheme]:
+    def overload(self, attrs: A, bound: Sequence[str] | None, numerics: Numerics) -> str:
+        """The ONNX function overload's name: one for each distinct body.
+
+        Args:
+            attrs: of the call.
+            bound: what the node's ``schemes`` attribute says; None where it has none.
+            numerics: of the body.
+        """
+        values: dict[str, object] = {**attr_values(attrs)}
+        if bound is not None:
+            values[SCHEMES] = ".".join(bound)
+        return ",".join([numerics, *(f"{k}={values[k]}" for k in sorted(values))])
+
+    def schemes(self, attrs: A, bound: Sequence[str] | None = None) -> dict[str, Scheme]:
         """The scheme of each matrix, by formal name; bf16 where none has been bound yet.
 
+        Args:
+            attrs: of the call.
+            bound: what the node's ``schemes`` attribute says; None where it has none.
+
         Raises:
-            UnknownSchemeError: the ``schemes`` attribute names one that does not exist, or not one per matrix.
+            UnknownSchemeError: `bound` names one that does not exist, or not one per matrix.
         """
-        names, value = self.weights(attrs), attrs.get("schemes")
-        if not isinstance(value, tuple):
+        names = self.weights(attrs)
+        if bound is None:
             return dict.fromkeys(names, scheme("bf16"))
-        if len(value) != len(names):
-            raise UnknownSchemeError(f"{len(value)} schemes for {len(names)} matrices")
-        return dict(zip(names, map(parse, value), strict=True))
+        if len(bound) != len(names):
+            raise UnknownSchemeError(f"{len(bound)} schemes for {len(names)} matrices")
+        return dict(zip(names, map(parse, bound), strict=True))
 
 
 # -- pieces of ONNX text ---------------------------------------------------------------------------------------------
@@ -257,17 +380,7 @@ def activation(kind: str, x: str, dst: str) -> str:
     return ACTIVATION_BODIES[kind](x, dst)
 
 
-def activation_known(call: Call) -> str | None:
+def activation_known(call: Call[Activated]) -> str | None:
     """The activation is one the vector engine has."""
-    act = call.str("act")
+    act = call.attrs.act
     return None if act in ACTIVATION_BODIES else f"activation {act}, not one of {', '.join(sorted(ACTIVATION_BODIES))}"
-
-
-def weight_formals(schemes: Mapping[str, Scheme]) -> tuple[str, ...]:
-    """Formal inputs of the weights: each name, followed by its scales where the scheme has one per row."""
-    out: list[str] = []
-    for name, s in schemes.items():
-        out.append(name)
-        if s.row_scaled:
-            out.append(f"{name}_scale")
-    return tuple(out)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Fn
-from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
+from calc.core.schemes import Scheme
+from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics, Work, store
 from calc.kernels.program import View
 
 if TYPE_CHECKING:
@@ -17,17 +18,18 @@ class Bias(Kernel):
     """``y = x + beta``; x and y [B, S, H] or [B, H], beta [H]. The sum is FP32, rounded once."""
 
     name = "Bias"
+    attributes = Attrs
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def formals(self, attrs: Attrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("x", "beta"), ("y",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: Attrs) -> tuple[str, ...]:
         return ()
 
-    def vectors(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def vectors(self, attrs: Attrs) -> tuple[str, ...]:
         return ("beta",)
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+    def body(self, attrs: Attrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         return "\n".join(("s = Add(x, beta)", store("s", "y", numerics)))
 
     def work(self, call: Call, rows: int, context: int) -> Work:
@@ -41,6 +43,6 @@ class Bias(Kernel):
 
     def examples(self) -> tuple[Example, ...]:
         return (
-            Example({}, {"x": (1, 5, 48), "beta": (48,)}),
-            Example({}, {"x": (1, 341), "beta": (341,)}),
+            Example(Attrs(), {"x": (1, 5, 48), "beta": (48,)}),
+            Example(Attrs(), {"x": (1, 341), "beta": (341,)}),
         )

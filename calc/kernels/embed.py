@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Engine, Fn, Op
 from calc.core.roles import IDS
-from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work, store
+from calc.core.schemes import Scheme
+from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics, Work, store
 from calc.kernels.program import View, dense
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
 
 
-class Embed(Kernel):
+@dataclass(frozen=True)
+class EmbedAttrs(Attrs):
+    """Attributes of `Embed`.
+
+    Attributes:
+        scale: factor of the table's rows.
+    """
+
+    scale: float
+
+
+class Embed(Kernel[EmbedAttrs]):
     """``y[b, s, :] = scale * table[ids[b, s], :]``, ids int64 [B, S], table [V, H], y [B, S, H]."""
 
     name = "Embed"
+    attributes = EmbedAttrs
     loads = IDS
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def formals(self, attrs: EmbedAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("ids", "table"), ("y",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: EmbedAttrs) -> tuple[str, ...]:
         return ("table",)
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+    def body(self, attrs: EmbedAttrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         return "\n".join(
             (
                 "rows = Gather<axis: int = 0>(table, ids)",
-                f"factor = Constant<value_float: float = {float(attrs['scale'])!r}>()",  # type: ignore[arg-type]
+                f"factor = Constant<value_float: float = {attrs.scale!r}>()",
                 "scaled = Mul(rows, factor)",
                 store("scaled", "y", numerics),
             )
         )
 
-    def work(self, call: Call, rows: int, context: int) -> Work:
+    def work(self, call: Call[EmbedAttrs], rows: int, context: int) -> Work:
         width = call.shape("table")[1]
         return Work(0, rows * width)
 
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[EmbedAttrs]) -> None:
         em, w = low.em, low.packed(call, "table")
         y = low.new(call.outputs[0], w.layout.cols)
         rows = y.rows
@@ -49,11 +63,11 @@ class Embed(Kernel):
         em.load(ids, low.from_first(dense(source, DType.I32, source.nbytes // 4), 4), (rows.count,))
         table = View(em.weights, DType.BF16, (w.layout.code_row_bytes, 2), w.offset)
         em.op(Op.LOADG, Engine.ADMA, (rows.count, y.width), imm=(w.layout.rows,), dst=y.view, a=table, b=ids)
-        if call.float("scale") != 1.0:
-            em.vmap(Fn.AFFINE, (rows.count, y.width), y.view, y.view, f=(call.float("scale"), 0.0))
+        if call.attrs.scale != 1.0:
+            em.vmap(Fn.AFFINE, (rows.count, y.width), y.view, y.view, f=(call.attrs.scale, 0.0))
 
-    def examples(self) -> tuple[Example, ...]:
+    def examples(self) -> tuple[Example[EmbedAttrs], ...]:
         return (
-            Example({"scale": 1.0}, {"ids": (1, 5), "table": (64, 48)}),
-            Example({"scale": 5.656854249492381}, {"ids": (1, 16), "table": (33, 341)}),
+            Example(EmbedAttrs(1.0), {"ids": (1, 5), "table": (64, 48)}),
+            Example(EmbedAttrs(5.656854249492381), {"ids": (1, 16), "table": (33, 341)}),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Fn
+from calc.core.schemes import Scheme
 from calc.kernels.base import (
-    Attr,
+    Attrs,
     Call,
     Example,
     Kernel,
@@ -17,7 +19,6 @@ from calc.kernels.base import (
     activation_known,
     matmul,
     store,
-    weight_formals,
 )
 from calc.kernels.lowering import ACTIVATIONS, MatrixRows
 
@@ -26,46 +27,57 @@ if TYPE_CHECKING:
     from calc.kernels.program import Packed, Reg, View
 
 
-class Glu(Kernel):
+@dataclass(frozen=True)
+class GluAttrs(Attrs):
+    """Attributes of `Glu`.
+
+    Attributes:
+        act: an activation of the vector engine.
+    """
+
+    act: str
+
+
+class Glu(Kernel[GluAttrs]):
     """``h = act(x @ gate.T) * (x @ up.T)``; x [B, S, K], gate and up [I, K], h [B, S, I].
 
-    Gate and up stay in FP32 accumulators; h is rounded once. Attributes of a call: act.
+    Gate and up stay in FP32 accumulators; h is rounded once.
     """
 
     name = "Glu"
+    attributes = GluAttrs
     constraints = (activation_known,)
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ("x", *weight_formals(self.schemes(attrs))), ("h",)
+    def formals(self, attrs: GluAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("x", *self.weights(attrs)), ("h",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: GluAttrs) -> tuple[str, ...]:
         return ("gate", "up")
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        schemes = self.schemes(attrs)
+    def body(self, attrs: GluAttrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         lines = [
             matmul("x", "gate", "g", schemes["gate"]),
             matmul("x", "up", "u", schemes["up"]),
-            activation(str(attrs["act"]), "g", "ga"),
+            activation(attrs.act, "g", "ga"),
             "gu = Mul(ga, u)",
             store("gu", "h", numerics),
         ]
         return "\n".join(lines)
 
-    def work(self, call: Call, rows: int, context: int) -> Work:
+    def work(self, call: Call[GluAttrs], rows: int, context: int) -> Work:
         n, k = call.shape("gate")
         return Work(2 * rows * n * k, rows * 2 * n)
 
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[GluAttrs]) -> None:
         x = low.act(call.inputs["x"])
         gate, up = low.packed(call, "gate"), low.packed(call, "up")
         h = low.new(call.outputs[0], gate.layout.rows, x.rows)
-        emit_glu(low, gate, up, x.view, x.rows, h.view, call.str("act"))
+        emit_glu(low, gate, up, x.view, x.rows, h.view, call.attrs.act)
 
-    def examples(self) -> tuple[Example, ...]:
+    def examples(self) -> tuple[Example[GluAttrs], ...]:
         return (
-            Example({"act": "silu"}, {"x": (1, 5, 32), "gate": (48, 32), "up": (48, 32)}),
-            Example({"act": "gelu_tanh"}, {"x": (1, 16, 128), "gate": (341, 128), "up": (341, 128)}),
+            Example(GluAttrs("silu"), {"x": (1, 5, 32), "gate": (48, 32), "up": (48, 32)}),
+            Example(GluAttrs("gelu_tanh"), {"x": (1, 16, 128), "gate": (341, 128), "up": (341, 128)}),
         )
 
 

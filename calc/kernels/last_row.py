@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, Fn
-from calc.kernels.base import Attr, Call, Example, Kernel, Numerics, Work
+from calc.core.schemes import Scheme
+from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics, Work
 
 if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
@@ -19,15 +20,16 @@ class LastRow(Kernel):
     """
 
     name = "LastRow"
+    attributes = Attrs
     by_row = ("x",)
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def formals(self, attrs: Attrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("x", "cur"), ("y",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: Attrs) -> tuple[str, ...]:
         return ()
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
+    def body(self, attrs: Attrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         return "\n".join(
             (
                 "one = Constant<value_int: int = 1>()",
@@ -59,6 +61,6 @@ class LastRow(Kernel):
 
     def examples(self) -> tuple[Example, ...]:
         return (
-            Example({}, {"x": (1, 8, 48), "cur": (1,)}, {"cur": [6]}),
-            Example({}, {"x": (1, 1, 64), "cur": (1,)}, {"cur": [1]}),
+            Example(Attrs(), {"x": (1, 8, 48), "cur": (1,)}, {"cur": [6]}),
+            Example(Attrs(), {"x": (1, 1, 64), "cur": (1,)}, {"cur": [1]}),
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from calc.core.isa import DType, Fn
 from calc.core.roles import LOGITS
+from calc.core.schemes import Scheme
 from calc.kernels.base import (
-    Attr,
+    Attrs,
     Call,
     Constraint,
     Example,
@@ -17,7 +19,6 @@ from calc.kernels.base import (
     Work,
     matmul,
     softcap_positive,
-    weight_formals,
 )
 from calc.kernels.lowering import MatrixRows
 from calc.kernels.program import View
@@ -26,26 +27,37 @@ if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
 
 
-class LmHead(Kernel):
+@dataclass(frozen=True)
+class LmHeadAttrs(Attrs):
+    """Attributes of `LmHead`.
+
+    Attributes:
+        softcap: what the logits stay below, 0 for none.
+    """
+
+    softcap: float
+
+
+class LmHead(Kernel[LmHeadAttrs]):
     """``logits[b] = cap(x[b] @ w.T)``; x [B, H], one row per sequence, w [V, H], logits f32 [B, V].
 
     Logits leave in FP32, straight from the accumulators. ``cap(z) = softcap * tanh(z / softcap)``.
-    Attributes of a call: softcap (0 for none).
     """
 
     name = "LmHead"
+    attributes = LmHeadAttrs
     stores = LOGITS
-    constraints: tuple[Constraint, ...] = (softcap_positive,)
+    constraints: tuple[Constraint[LmHeadAttrs], ...] = (softcap_positive,)
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ("x", *weight_formals(self.schemes(attrs))), ("logits",)
+    def formals(self, attrs: LmHeadAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("x", "w"), ("logits",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: LmHeadAttrs) -> tuple[str, ...]:
         return ("w",)
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        cap = float(attrs["softcap"])  # type: ignore[arg-type]
-        lines = [matmul("x", "w", "z" if cap else "logits", self.schemes(attrs)["w"])]
+    def body(self, attrs: LmHeadAttrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
+        cap = attrs.softcap
+        lines = [matmul("x", "w", "z" if cap else "logits", schemes["w"])]
         if cap:
             lines += [
                 f"cap = Constant<value_float: float = {cap!r}>()",
@@ -55,17 +67,17 @@ class LmHead(Kernel):
             ]
         return "\n".join(lines)
 
-    def work(self, call: Call, rows: int, context: int) -> Work:
+    def work(self, call: Call[LmHeadAttrs], rows: int, context: int) -> Work:
         v, k = call.shape("w")
         return Work(call.shape("x")[0] * v * k, 0)
 
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[LmHeadAttrs]) -> None:
         em, w = low.em, low.packed(call, "w")
         x = low.act(call.inputs["x"])
         vocab = w.layout.rows
         stage = low.scratch("logits", min(w.layout.tile_rows, vocab), DType.F32, x.rows)
         out = View(low.memory.io[LOGITS], DType.F32, (4 * vocab, 4))
-        cap = call.float("softcap")
+        cap = call.attrs.softcap
         for ref in low.linear(w, MatrixRows(low, x.view, x.rows, x.width), stage.view, staged=True):
             dims = (x.rows.count, ref.rows)
             if cap:
@@ -75,8 +87,8 @@ class LmHead(Kernel):
             off, terms = ref.columns(4)
             em.store(out.at(off, *terms), stage.view, dims)
 
-    def examples(self) -> tuple[Example, ...]:
+    def examples(self) -> tuple[Example[LmHeadAttrs], ...]:
         return (
-            Example({"softcap": 0.0}, {"x": (1, 48), "w": (70, 48)}),
-            Example({"softcap": 3.0}, {"x": (1, 64), "w": (33, 64)}),
+            Example(LmHeadAttrs(0.0), {"x": (1, 48), "w": (70, 48)}),
+            Example(LmHeadAttrs(3.0), {"x": (1, 64), "w": (33, 64)}),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.schemes import Scheme
 from calc.kernels.base import (
-    Attr,
+    Attrs,
     Call,
     Constraint,
     Example,
@@ -20,7 +21,6 @@ from calc.kernels.base import (
     int8_rows,
     matmul,
     store,
-    weight_formals,
 )
 from calc.kernels.glu import emit_glu
 from calc.kernels.lowering import Act, MatrixRows, Rows, drain
@@ -30,13 +30,32 @@ if TYPE_CHECKING:
     from calc.kernels.lowering import Lowering
 
 
-def top_k_fits(call: Call) -> str | None:
+def top_k_fits(call: Call[MoeAttrs]) -> str | None:
     """1 <= top_k <= experts."""
-    k, e = call.int("top_k"), call.shape("gate")[0]
+    k, e = call.attrs.top_k, call.shape("gate")[0]
     return None if 1 <= k <= e else f"top_k {k} of {e} experts"
 
 
-class Moe(Kernel):
+@dataclass(frozen=True)
+class MoeAttrs(Attrs):
+    """Attributes of `Moe`.
+
+    Attributes:
+        act: an activation of the vector engine.
+        top_k: experts that a row goes to.
+        norm_topk: whether their weights are divided by their sum.
+        add: whether there is a residual.
+        hidden: columns of x.
+    """
+
+    act: str
+    top_k: int
+    norm_topk: bool
+    add: bool
+    hidden: int
+
+
+class Moe(Kernel[MoeAttrs]):
     """``y = [residual +] sum_j p_j * expert_j(x)`` over the top_k experts of the router's softmax.
 
     x, residual and y [B, S, H], router [E, H], gate and up [E, I, H], down [E, H, I]. The router's logits, softmax and
@@ -45,31 +64,30 @@ class Moe(Kernel):
 
     Decode walks the (token, choice) pairs and loads the routed experts only: the program reads the expert's id from
     SRAM and addresses its tiles with it. Prefill sorts the pairs by expert and visits each expert that has any.
-    Attributes of a call: act, top_k, norm_topk, add, hidden.
     """
 
     name = "Moe"
-    constraints: tuple[Constraint, ...] = (top_k_fits, activation_known)
+    attributes = MoeAttrs
+    constraints: tuple[Constraint[MoeAttrs], ...] = (top_k_fits, activation_known)
 
-    def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        ins = ("x", *weight_formals(self.schemes(attrs)))
-        return (*ins, *(("residual",) if attrs["add"] else ())), ("y",)
+    def formals(self, attrs: MoeAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        ins = ("x", *self.weights(attrs))
+        return (*ins, *(("residual",) if attrs.add else ())), ("y",)
 
-    def weights(self, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    def weights(self, attrs: MoeAttrs) -> tuple[str, ...]:
         return ("router", "gate", "up", "down")
 
-    def body(self, attrs: Mapping[str, Attr], numerics: Numerics) -> str:
-        schemes = self.schemes(attrs)
+    def body(self, attrs: MoeAttrs, schemes: Mapping[str, Scheme], numerics: Numerics) -> str:
         lines = [
-            f"flat_shape = Constant<value_ints: ints = [-1, {attrs['hidden']}]>()",
+            f"flat_shape = Constant<value_ints: ints = [-1, {attrs.hidden}]>()",
             "t = Reshape(x, flat_shape)",
             matmul("t", "router", "z", schemes["router"]),
             "p = Softmax<axis: int = -1>(z)",
-            f"k = Constant<value_ints: ints = [{attrs['top_k']}]>()",
+            f"k = Constant<value_ints: ints = [{attrs.top_k}]>()",
             "top, ids = TopK<axis: int = -1>(p, k)",
             "last = Constant<value_ints: ints = [-1]>()",
             "total = ReduceSum<keepdims: int = 1>(top, last)",
-            "w = Div(top, total)" if attrs["norm_topk"] else "w = Identity(top)",
+            "w = Div(top, total)" if attrs.norm_topk else "w = Identity(top)",
             "p_zero = Sub(p, p)",
             "dense_w = ScatterElements<axis: int = 1>(p_zero, ids, w)",
             "dense_t = Transpose<perm: ints = [1, 0]>(dense_w)",
@@ -78,7 +96,7 @@ class Moe(Kernel):
             "tb = Unsqueeze(t, lead)",
             *_batched("tb", "gate", "g", schemes["gate"]),
             *_batched("tb", "up", "u", schemes["up"]),
-            activation(str(attrs["act"]), "g", "ga"),
+            activation(attrs.act, "g", "ga"),
             "gu = Mul(ga, u)",
             store("gu", "h", numerics),
             *_batched("h", "down", "o", schemes["down"]),
@@ -86,17 +104,17 @@ class Moe(Kernel):
             "s = ReduceSum<keepdims: int = 0>(ow, lead)",
             "xs = Shape(x)",
             "back = Reshape(s, xs)",
-            "sum = Add(back, residual)" if attrs["add"] else "sum = Identity(back)",
+            "sum = Add(back, residual)" if attrs.add else "sum = Identity(back)",
             store("sum", "y", numerics),
         ]
         return "\n".join(lines)
 
-    def work(self, call: Call, rows: int, context: int) -> Work:
+    def work(self, call: Call[MoeAttrs], rows: int, context: int) -> Work:
         e, i, h = call.shape("gate")
-        k = call.int("top_k")
+        k = call.attrs.top_k
         return Work(rows * (e * h + k * 3 * i * h), rows * (e + k * (2 * i + h)))
 
-    def lower(self, low: Lowering, call: Call) -> None:
+    def lower(self, low: Lowering, call: Call[MoeAttrs]) -> None:
         em = low.em
         x = low.act(call.inputs["x"])
         weights, ids = _route(low, call, x)
@@ -108,18 +126,18 @@ class Moe(Kernel):
         else:
             _by_expert(low, call, x, weights, ids, total)
         y = low.new(call.outputs[0], x.width, x.rows)
-        if call.attrs["add"]:
+        if call.attrs.add:
             em.vmap(Fn.ADD, dims, y.view, total.view, low.act(call.inputs["residual"]).view)
         else:
             em.vmap(Fn.COPY, dims, y.view, total.view)
 
-    def examples(self) -> tuple[Example, ...]:
-        base: dict[str, Attr] = {"act": "silu", "top_k": 2, "norm_topk": 1, "add": 1, "hidden": 64}
+    def examples(self) -> tuple[Example[MoeAttrs], ...]:
+        base = MoeAttrs("silu", top_k=2, norm_topk=True, add=True, hidden=64)
         shapes = {"router": (4, 64), "gate": (4, 48, 64), "up": (4, 48, 64), "down": (4, 64, 48)}
         return (
             Example(base, {"x": (1, 9, 64), "residual": (1, 9, 64), **shapes}),
-            Example({**base, "norm_topk": 0}, {"x": (1, 1, 64), "residual": (1, 1, 64), **shapes}),
-            Example({**base, "top_k": 1, "norm_topk": 0}, {"x": (1, 33, 64), "residual": (1, 33, 64), **shapes}),
+            Example(replace(base, norm_topk=False), {"x": (1, 1, 64), "residual": (1, 1, 64), **shapes}),
+            Example(replace(base, top_k=1, norm_topk=False), {"x": (1, 33, 64), "residual": (1, 33, 64), **shapes}),
         )
 
 
@@ -155,9 +173,9 @@ def _batched(x: str, w: str, dst: str, scheme: Scheme) -> list[str]:
     ]
 
 
-def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
+def _route(low: Lowering, call: Call[MoeAttrs], x: Act) -> tuple[View, View]:
     """Router, softmax and top-k: (weights f32 [rows, k], ids i32 [rows, k]), dense."""
-    em, w, k = low.em, low.packed(call, "router"), call.int("top_k")
+    em, w, k = low.em, low.packed(call, "router"), call.attrs.top_k
     experts = w.layout.rows
     count, limit = x.rows.count, x.rows.limit
     z = low.scratch("router", experts, rows=x.rows)
@@ -172,22 +190,22 @@ def _route(low: Lowering, call: Call, x: Act) -> tuple[View, View]:
     weights = dense(em.sram("top_weights", 4 * limit * k), DType.F32, limit, k)
     ids = dense(em.sram("top_ids", 4 * limit * k), DType.I32, limit, k)
     em.op(Op.VTOPK, Engine.VEC, dims, imm=(k,), dst=weights, a=z.view, d=ids)
-    if call.attrs["norm_topk"]:
+    if call.attrs.norm_topk:
         em.vreduce(Red.SUM, (count, k), sv, weights)
         em.vmap(Fn.DIV, (count, k), weights, weights, wide)
     return weights, ids
 
 
-def _expert(low: Lowering, call: Call, x: View, h: Act, out: Act, expert: Reg) -> None:
+def _expert(low: Lowering, call: Call[MoeAttrs], x: View, h: Act, out: Act, expert: Reg) -> None:
     """One expert's GLU and down projection: out f32 [rows, H]."""
     gate, up, down = (low.packed(call, n) for n in ("gate", "up", "down"))
-    emit_glu(low, gate, up, x, h.rows, h.view, call.str("act"), expert)
+    emit_glu(low, gate, up, x, h.rows, h.view, call.attrs.act, expert)
     drain(low.linear(down, MatrixRows(low, h.view, h.rows, h.width), out.view, expert=expert))
 
 
-def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
+def _by_pair(low: Lowering, call: Call[MoeAttrs], x: Act, weights: View, ids: View, total: Act) -> None:
     """Decode: token by token, choice by choice."""
-    em, k = low.em, call.int("top_k")
+    em, k = low.em, call.attrs.top_k
     experts, inter, _ = call.shape("gate")
     one = Rows(1, 1)
     h = low.scratch("hidden", inter, DType.BF16, one)
@@ -200,9 +218,9 @@ def _by_pair(low: Lowering, call: Call, x: Act, weights: View, ids: View, total:
         em.vmap(Fn.MADD, (1, x.width), acc, out.view, weight, acc)
 
 
-def _by_expert(low: Lowering, call: Call, x: Act, weights: View, ids: View, total: Act) -> None:
+def _by_expert(low: Lowering, call: Call[MoeAttrs], x: Act, weights: View, ids: View, total: Act) -> None:
     """Prefill: pairs sorted by expert, experts without any skipped."""
-    em, k, width = low.em, call.int("top_k"), x.width
+    em, k, width = low.em, call.attrs.top_k, x.width
     experts, inter, _ = call.shape("gate")
     n = x.rows.limit
     order = dense(em.sram("order", 4 * n * k), DType.I32, n * k)

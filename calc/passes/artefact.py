@@ -41,6 +41,7 @@ from calc.calbin.manifest import (
     Workload,
 )
 from calc.calbin.writer import CalbinWriter, SectionWriter
+from calc.core.errors import InternalError
 from calc.core.isa import CSRS, ISA_NAME, ISA_VERSION
 from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
@@ -146,7 +147,8 @@ def write(c: Compiled, out: Path, jobs: int, progress: Progress) -> Manifest:
             with w.section(f"weights.{chip}", "weights") as s:
                 for item in items:
                     s.align(64)
-                    assert s.tell() == item.handle.offset
+                    if s.tell() != item.handle.offset:
+                        raise InternalError(f"{item.handle.name} is placed at {item.handle.offset}, not at {s.tell()}")
                     _stream(item, losses, jobs, s)
                     weights.append(_weight(item, chip))
                     progress("weights", done + s.tell(), need)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
-from calc.core.errors import InternalError
+from calc.core.errors import InternalError, ModelError, Problem
 from calc.core.schemes import Scheme
 from calc.core.tensors import TensorRef
-from calc.kernels.base import DOMAIN, Attr
+from calc.kernels.base import DOMAIN, SCHEMES, A, Attr, Attrs, AttrsError, attr_values, parse_attrs
 
 
 @dataclass(frozen=True)
@@ -119,21 +120,62 @@ class Rule(Pass):
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def attr(node: ir.Node, name: str, default: Attr) -> Attr:
-    """An attribute's value."""
+Scalar = TypeVar("Scalar", int, float, str)
+
+
+def attr(node: ir.Node, name: str, default: Scalar) -> Scalar:
+    """An attribute's value, of the type of its default.
+
+    Raises:
+        ModelError: ONNX_ATTRIBUTE for a value of another type, which no valid node has.
+    """
     a = node.attributes.get(name)
     if a is None:
         return default
-    value = a.value
-    if isinstance(value, (list, tuple)):
-        return tuple(str(v) for v in value)
-    assert isinstance(value, (int, float, str))
-    return value
+    kind = type(default)
+    if not isinstance(a.value, kind):
+        raise ModelError(
+            Problem(
+                "ONNX_ATTRIBUTE",
+                f"{node.op_type} {node.name or '?'}",
+                f"the attribute {name} has another type than the operator says",
+                kind.__name__,
+                repr(a.value),
+                "check the file with onnx.checker",
+            )
+        )
+    return a.value
 
 
-def plain_attrs(node: ir.Node) -> dict[str, Attr]:
-    """A calc node's attributes as plain values."""
-    return {k: attr(node, k, 0) for k in node.attributes}
+def attrs_of(node: ir.Node, kind: type[A]) -> A:
+    """A calc node's attributes as its kernel's value.
+
+    Raises:
+        ModelError: ONNX_CALC_NODE for each attribute (of a node made elsewhere) that its kernel does not know, misses,
+            or has with another type.
+    """
+    values: dict[str, Attr] = {}
+    for name, a in node.attributes.items():
+        if name != SCHEMES:
+            values[name] = a.value if isinstance(a.value, int | float | str) else (str(a.value),)
+    try:
+        return parse_attrs(kind, values)
+    except AttrsError as e:
+        raise ModelError([not_a_call(node, f.what, f.expected, f.got) for f in e.faults]) from e
+
+
+def schemes_of(node: ir.Node) -> tuple[str, ...] | None:
+    """The names of a calc node's schemes; None where none have been bound."""
+    a = node.attributes.get(SCHEMES)
+    if a is None:
+        return None
+    return tuple(map(str, a.value)) if isinstance(a.value, list | tuple) else (str(a.value),)
+
+
+def not_a_call(node: ir.Node, what: str, expected: str, got: str = "") -> Problem:
+    """A calc node (of a graph made elsewhere) that is not a call of its kernel."""
+    where = f"{node.op_type} {node.name or '?'}"
+    return Problem("ONNX_CALC_NODE", where, what, expected, got, "docs/ops.md lists each op's inputs and attributes")
 
 
 def ints(node: ir.Node, name: str) -> tuple[int, ...]:
@@ -221,23 +263,14 @@ def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     return b if a is value else a
 
 
-def formal(node: ir.Node, names: Sequence[str], name: str) -> ir.Value:
-    """The input of a calc node with a formal name."""
-    value = node.inputs[names.index(name)]
-    assert value is not None
-    return value
-
-
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def attributes(attrs: Mapping[str, Attr]) -> list[ir.Attr]:
+def attributes(attrs: Mapping[str, int | float | str]) -> list[ir.Attr]:
     """ONNX attributes from plain values."""
     out: list[ir.Attr] = []
     for k, v in attrs.items():
-        if isinstance(v, tuple):
-            out.append(ir.AttrStrings(k, list(v)))
-        elif isinstance(v, str):
+        if isinstance(v, str):
             out.append(ir.AttrString(k, v))
         elif isinstance(v, float):
             out.append(ir.AttrFloat32(k, v))
@@ -249,16 +282,15 @@ def attributes(attrs: Mapping[str, Attr]) -> list[ir.Attr]:
 def calc_node(
     op: str,
     inputs: Sequence[ir.Value],
-    attrs: Mapping[str, Attr],
+    attrs: Attrs,
     outputs: Sequence[tuple[int, ...]],
     source: ir.Node,
     name: str,
 ) -> ir.Node:
     """A node of domain ``calc`` with f32 outputs of the given dimensions; the module path comes from `source`."""
     keep = {k: v for k, v in source.metadata_props.items() if k.startswith("calc.")}
-    node = ir.Node(
-        DOMAIN, op, list(inputs), attributes(attrs), num_outputs=len(outputs), name=name, metadata_props=keep
-    )
+    given = attributes(attr_values(attrs))
+    node = ir.Node(DOMAIN, op, list(inputs), given, num_outputs=len(outputs), name=name, metadata_props=keep)
     for i, (value, shape) in enumerate(zip(node.outputs, outputs, strict=True)):
         value.name = f"{name}/{i}"
         value.shape = ir.Shape(shape)
@@ -285,7 +317,8 @@ def replace_input(node: ir.Node, index: int, value: ir.Value) -> None:
 
 def insert(before: ir.Node, *nodes: ir.Node) -> None:
     """Put nodes in front of another one."""
-    assert before.graph is not None
+    if before.graph is None:
+        raise InternalError(f"{before.name} is in no graph, nothing can stand before it")
     before.graph.insert_before(before, nodes)
 
 

@@ -212,7 +212,7 @@ def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
 def _signature(call: Call) -> tuple[object, ...]:
     """What the SRAM a call needs depends on."""
     shapes = tuple(call.shapes[v] for v in (*call.inputs.values(), *call.outputs))
-    return call.op, call.chip, str(sorted(call.attrs.items())), shapes
+    return call.op, call.chip, call.attrs, tuple(call.schemes.items()), shapes
 
 
 def _distinct(calls: Sequence[Call]) -> list[Call]:

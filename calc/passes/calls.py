@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from calc.core.errors import ModelError, Problem, Problems, UnsupportedError
+from calc.core.errors import ModelError, Problems, UnsupportedError
 from calc.core.schemes import Scheme, UnknownSchemeError
 from calc.core.tensors import ShapeOnlyTensor
 from calc.kernels import registry
-from calc.kernels.base import DOMAIN, Call, Kernel, Numerics
+from calc.kernels.base import DOMAIN, SCHEMES, A, Call, Kernel, Numerics
 from calc.kernels.functions import OPSET, function_proto
-from calc.passes.base import Graph, Refusal, UnknownShapeError, dims, new_weight, plain_attrs
+from calc.passes.base import Graph, Refusal, UnknownShapeError, attrs_of, dims, new_weight, not_a_call, schemes_of
 
 STRUCTURE = "calc.structure"
 """Metadata of a node that only says how a chip's part of a state or an output belongs to the whole: no chip runs it."""
@@ -66,27 +66,27 @@ def calls(g: Graph, refusals: Iterable[Refusal] = ()) -> list[Call]:
     return out
 
 
-def make_call(node: ir.Node, kernel: Kernel) -> Call:
+def make_call(node: ir.Node, kernel: Kernel[A]) -> Call[A]:
     """One node as a call.
 
     Raises:
         ModelError: ONNX_CALC_NODE for a node (of a graph made elsewhere) that is not a call of its kernel.
     """
-    attrs = plain_attrs(node)
+    attrs = attrs_of(node, kernel.attributes)
     values = [v for v in node.inputs if v is not None]
     try:
-        formals, outs = kernel.formals(attrs)
-        schemes = kernel.schemes(attrs)
-    except KeyError as e:
-        raise _not_a_call(node, "an attribute is missing", expected=str(e)) from e
+        schemes = kernel.schemes(attrs, schemes_of(node))
     except UnknownSchemeError as e:
-        raise _not_a_call(node, str(e), expected="schemes of docs/quantization.md") from e
+        raise ModelError(not_a_call(node, str(e), expected="schemes of docs/quantization.md")) from e
+    formals, outs = kernel.inputs(attrs, schemes), kernel.formals(attrs)[1]
     if (len(formals), len(outs)) != (len(values), len(node.outputs)):
-        raise _not_a_call(
-            node,
-            "its inputs or outputs do not fit its attributes",
-            expected=f"({', '.join(formals)}) -> ({', '.join(outs)})",
-            got=f"{len(values)} inputs, {len(node.outputs)} outputs",
+        raise ModelError(
+            not_a_call(
+                node,
+                "its inputs or outputs do not fit its attributes",
+                expected=f"({', '.join(formals)}) -> ({', '.join(outs)})",
+                got=f"{len(values)} inputs, {len(node.outputs)} outputs",
+            )
         )
     inputs = {f: v.name or "?" for f, v in zip(formals, values, strict=True)}
     shapes = {v.name or "?": dims(v) for v in (*values, *node.outputs)}
@@ -104,11 +104,6 @@ def make_call(node: ir.Node, kernel: Kernel) -> Call:
     )
 
 
-def _not_a_call(node: ir.Node, what: str, expected: str, got: str = "") -> ModelError:
-    where = f"{node.op_type} {node.name or '?'}"
-    return ModelError(Problem("ONNX_CALC_NODE", where, what, expected, got, "docs/ops.md lists each op's inputs"))
-
-
 def bind_functions(g: Graph, numerics: Numerics) -> None:
     """Give every calc node the function overload for its attributes, so that the graph runs in ONNX Runtime."""
     kernels = registry()
@@ -119,12 +114,12 @@ def bind_functions(g: Graph, numerics: Numerics) -> None:
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
         if kernel is None:
             continue
-        attrs = plain_attrs(node)
-        node.overload = kernel.overload(attrs, numerics)
+        attrs, bound = attrs_of(node, kernel.attributes), schemes_of(node)
+        node.overload = kernel.overload(attrs, bound, numerics)
         key = (DOMAIN, node.op_type, node.overload)
         if key not in model.functions:
-            proto = function_proto(kernel, attrs, numerics)
-            proto.attribute.extend(sorted(attrs))
+            proto = function_proto(kernel, attrs, bound, numerics)
+            proto.attribute.extend(sorted(node.attributes))
             model.functions[key] = ir.serde.deserialize_function(proto)
     model.opset_imports[DOMAIN] = 1
     model.opset_imports[""] = max(model.opset_imports.get("", OPSET), OPSET)
@@ -142,9 +137,9 @@ def bind_schemes(g: Graph, schemes: Mapping[str, Scheme]) -> None:
         kernel = kernels.get(node.op_type) if node.domain == DOMAIN else None
         if kernel is None:
             continue
-        attrs = plain_attrs(node)
+        attrs = attrs_of(node, kernel.attributes)
         names = kernel.weights(attrs)
-        if not names or "schemes" in attrs:
+        if not names or SCHEMES in node.attributes:
             continue
         formals, _ = kernel.formals(attrs)
         values = dict(zip(formals, [v for v in node.inputs if v is not None], strict=True))
@@ -156,11 +151,9 @@ def bind_schemes(g: Graph, schemes: Mapping[str, Scheme]) -> None:
                 values[f"{n}_scale"] = new_weight(
                     g, f"{w.name}/scale", ShapeOnlyTensor(shape[:-1], "f32", (w.name or "?",))
                 )
-        texts = tuple(map(str, chosen.values()))
-        attrs["schemes"] = texts
-        new_formals, _ = kernel.formals(attrs)
+        new_formals = kernel.inputs(attrs, chosen)
         for i in range(len(node.inputs), len(new_formals)):
             node.resize_inputs(i + 1)
         for i, f in enumerate(new_formals):
             node.replace_input_with(i, values[f])
-        node.attributes.add(ir.AttrStrings("schemes", list(texts)))
+        node.attributes.add(ir.AttrStrings(SCHEMES, list(map(str, chosen.values()))))

@@ -20,7 +20,7 @@ from calc.core.errors import InternalError
 from calc.core.heap import trim
 from calc.core.roles import CURRENT, IDS, LOGITS, PAST, is_kv, is_state, is_state_input, kv_name, layer_of, state_of
 from calc.core.tensors import ArrayTensor
-from calc.passes.base import Graph
+from calc.passes.base import Graph, dims
 
 Array = NDArray[np.generic]
 Provider = Callable[[Graph, str, bool], Array]
@@ -318,7 +318,8 @@ def replay(
     """
     cuts = {name: segments(g) for name, g in graphs.items() if any(c.graph == name for c in plan)}
     count = {len(c) for c in cuts.values()}
-    assert len(count) == 1, count
+    if len(count) != 1:
+        raise InternalError(f"the graphs are cut into {sorted(count)} segments, not into as many each")
     live: list[dict[str, Array]] = [
         {
             IDS: c.ids,
@@ -366,8 +367,7 @@ def _feed(g: Graph, name: str, live: Mapping[str, Array], cache: Mapping[str, Ar
     if not is_state_input(name):
         return live[name]
     value = next(v for v in g.model.graph.inputs if v.name == name)
-    assert value.shape is not None
-    shape = tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
+    shape = dims(value)
     held = cache.get(state_of(name))
     if held is not None and held.shape == shape:
         return held

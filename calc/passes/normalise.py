@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.core.errors import InternalError
 from calc.core.tensors import (
     ConcatTensor,
     OffsetTensor,
@@ -37,7 +38,8 @@ class Normalise(Pass):
             out = node.outputs[0]
             base = node.inputs[0]
             name = base.name if node.op_type == "Cast" and base is not None else out.name
-            assert name is not None
+            if name is None:
+                raise InternalError(f"{node.op_type} {node.name}: what it makes of a weight has no name")
             if node.op_type == "Cast" and base is not None:
                 base.dtype = ir.DataType.FLOAT
                 base.const_value = None

@@ -21,6 +21,7 @@ from calc.core.tensors import RowsTensor
 from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Call
+from calc.kernels.linear import LinearAttrs
 from calc.kernels.lowering import ChipMemory, StateBuffer
 from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.base import Graph, StatePart
@@ -59,7 +60,7 @@ def weight_handle(call: Call, formal: str, scheme: Scheme, target: Target, offse
     shape = call.shape(formal)
     fmt, group = scheme.format.name, scheme.group
     rows, cols = shape[-2:]
-    bias = call.op == "Linear" and bool(call.attrs["bias"])
+    bias = isinstance(call.attrs, LinearAttrs) and call.attrs.bias
     multiple, limit = int(target.tiling.row_multiple.value), int(target.tiling.weight_tile.value)
     full = TileLayout(fmt, rows, cols, rows, group, bias)
     count = -(-full.nbytes // limit)

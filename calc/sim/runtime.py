@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from calc.calbin.manifest import SubModel, TensorDesc
 from calc.calbin.reader import Calbin
-from calc.core.errors import CapacityError, Problem, Problems, RuntimeFault
+from calc.core.errors import CapacityError, InternalError, Problem, Problems, RuntimeFault
 from calc.core.isa import DType
 from calc.core.roles import CURRENT, IDS, LOGITS, PAST, SLOT, kv_name
 from calc.core.target import Target, parse_target
@@ -202,10 +202,10 @@ class Device:
         self, tokens: Sequence[int], *, past: int = 0, slot: int = 0, bucket: int | None = None
     ) -> NDArray[np.float32]:
         """Run a prompt, in chunks if need be; logits f32 [V] of its last token."""
-        logits: NDArray[np.float32] | None = None
-        for step in self.plan_prefill(tokens, past, slot, bucket):
-            logits = self.run(step)[0]
-        assert logits is not None
+        *before, last = self.plan_prefill(tokens, past, slot, bucket)
+        for step in before:
+            self.run(step)
+        logits: NDArray[np.float32] = self.run(last)[0]
         return logits
 
     def decode(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
@@ -320,13 +320,19 @@ class Device:
         return {p.chip: self.calbin.program(sub.name, p.chip) for p in sub.chip_map}
 
     def _write(self, desc: TensorDesc, data: NDArray[np.generic]) -> None:
-        assert desc.at.chip is not None and desc.at.offset is not None
-        self.machine.memories[desc.at.chip].host_write(desc.at.offset, data)
+        chip, offset = _address(desc)
+        self.machine.memories[chip].host_write(offset, data)
 
     def _read(self, desc: TensorDesc) -> NDArray[np.float32]:
-        assert desc.at.chip is not None and desc.at.offset is not None
-        mem = self.machine.memories[desc.at.chip]
-        return mem.host_read(desc.at.offset, DTYPES[desc.dtype], desc.shape).astype(np.float32)
+        chip, offset = _address(desc)
+        return self.machine.memories[chip].host_read(offset, DTYPES[desc.dtype], desc.shape).astype(np.float32)
+
+
+def _address(desc: TensorDesc) -> tuple[int, int]:
+    """Chip and DRAM address of a tensor that lies on a chip."""
+    if desc.at.chip is None or desc.at.offset is None:
+        raise InternalError(f"{desc.name} has no place on a chip: {desc.at}")
+    return desc.at.chip, desc.at.offset
 
 
 def _named(tensors: Sequence[TensorDesc], name: str) -> list[TensorDesc]:

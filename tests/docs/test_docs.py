@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from calc.core.optable import FUNCTIONS, SPECS
-from calc.kernels.base import Call
+from calc.kernels.base import Attrs, Call
+from calc.kernels.linear import LinearAttrs
 from calc.passes.recipe import assign, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,10 +104,10 @@ def test_the_example_recipe_gives_what_it_says():
     }
     attention = {f"w{i}": f"model.layers.0.self_attn.{p}_proj.weight" for i, p in enumerate("qkvo")}
     calls = [
-        Call("Embed", "embed", {}, {"table": "model.embed_tokens.weight"}, (), {}),
-        Call("Linear", "attention", {"n": 4}, attention, (), {}, 0),
-        Call("Moe", "moe", {}, names, (), {}, 0),
-        Call("LmHead", "head", {}, {"w": "lm_head.weight"}, (), {}),
+        Call("Embed", "embed", Attrs(), {"table": "model.embed_tokens.weight"}, (), {}),
+        Call("Linear", "attention", LinearAttrs(4, bias=False, add=False), attention, (), {}, 0),
+        Call("Moe", "moe", Attrs(), names, (), {}, 0),
+        Call("LmHead", "head", Attrs(), {"w": "lm_head.weight"}, (), {}),
     ]
     schemes = assign(load_recipe(str(ROOT / "examples/recipes/qwen3-30b-a3b.toml")), calls)
     assert {n: str(s) for n, s in schemes.items()} == {

@@ -84,7 +84,7 @@ def test_an_alignment_the_compiler_does_not_keep():
 def test_a_calc_node_with_schemes_that_do_not_exist(tmp_path, schemes, why):
     from onnx import TensorProto, helper
 
-    attributes = {"n": 1, "norm": 0, "bias": 0, "add": 0, "eps": 0.0, "schemes": schemes}
+    attributes = {"n": 1, "bias": 0, "add": 0, "schemes": schemes}
     node = helper.make_node("Linear", ["x", "w"], ["y"], domain="calc", name="odd", **attributes)
     x, w, y = (
         helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
@@ -99,8 +99,26 @@ def test_a_calc_node_with_schemes_that_do_not_exist(tmp_path, schemes, why):
     assert why in e.value.problems[0].what
 
 
-@pytest.mark.parametrize(("attributes", "inputs"), [({"add": 0, "eps": 1e-5}, 3), ({"eps": 1e-5}, 2)])
-def test_a_calc_node_that_is_no_call_of_its_kernel(tmp_path, attributes, inputs):
+@pytest.mark.parametrize(
+    ("attributes", "inputs", "faults"),
+    [
+        ({"add": 0, "eps": 1e-5}, 3, ["its inputs or outputs do not fit its attributes"]),
+        ({"eps": 1e-5}, 2, ["the attribute add is missing"]),
+        (
+            {"eps": "small", "norm": 1, "bias": 0},
+            2,
+            [
+                "it has no attribute bias",
+                "it has no attribute norm",
+                "the attribute add is missing",
+                "the attribute eps has another type",
+            ],
+        ),
+        ({"add": 2, "eps": 1.0}, 2, ["the attribute add has another type"]),
+        ({"add": [0], "eps": 1.0}, 2, ["the attribute add has another type"]),
+    ],
+)
+def test_a_calc_node_that_is_no_call_of_its_kernel(tmp_path, attributes, inputs, faults):
     from onnx import TensorProto, helper
 
     names = [f"x{i}" for i in range(inputs)]
@@ -111,5 +129,6 @@ def test_a_calc_node_that_is_no_call_of_its_kernel(tmp_path, attributes, inputs)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "g.onnx")
     with pytest.raises(ModelError) as e:
         calc.inventory(tmp_path / "g.onnx")
-    assert e.value.code == "ONNX_CALC_NODE"
-    assert "odd" in e.value.problems[0].where
+    assert set(e.value.codes) == {"ONNX_CALC_NODE"}
+    assert sorted(p.what for p in e.value.problems) == faults
+    assert all("odd" in p.where for p in e.value.problems)

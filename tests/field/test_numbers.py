@@ -18,6 +18,7 @@ from calc.calbin.reader import Calbin, open_calbin
 from calc.core.errors import ModelError
 from calc.kernels import registry
 from calc.kernels.base import Example
+from calc.kernels.rms_norm import RmsNormAttrs
 from tests.field.field_models import (
     BF16_GATE,
     against_transformers,
@@ -166,12 +167,11 @@ def test_a_bias_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 def test_field_46_sums_of_squares_beyond_fp16(llama: Path) -> None:
     kernel = registry()["RmsNorm"]
-    example = Example({"add": 0, "eps": 1e-6}, {"x": (1, 4, 512), "gamma": (512,)})
+    example = Example(RmsNormAttrs(add=False, eps=1e-6), {"x": (1, 4, 512), "gamma": (512,)})
     values = draw(kernel, example)
     values["x"] = np.where(np.arange(512) % 2, 300, -300).astype(np.float32) * np.ones((1, 4, 1), np.float32)
-    attrs = dict(example.attrs)
-    want = run_ort(kernel, attrs, "npu", values)["y"]
-    got = run_sim(kernel, example, attrs, values, (), "strict")
+    want = run_ort(kernel, example.attrs, "npu", values)["y"]
+    got = run_sim(kernel, example.attrs, values, (), "strict")
     np.testing.assert_array_equal(got["y"], want[0])
     np.testing.assert_allclose(np.abs(want), np.broadcast_to(np.abs(values["gamma"]), want.shape), rtol=2**-7)
 

@@ -16,6 +16,7 @@ from calc.core.errors import CalcError, DiskError, InternalError, ModelError, Ru
 from calc.core.tensors import FileTensor, RowsTensor, ShapeOnlyTensor
 from calc.kernels import registry
 from calc.kernels.functions import function_proto
+from calc.kernels.rms_norm import RmsNormAttrs
 from calc.passes.base import Graph, Rule
 from calc.passes.fuse.linear import FuseLinear
 from calc.passes.onnx_files import write_files
@@ -53,9 +54,9 @@ def test_tensors_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_body_that_is_no_onnx_is_our_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = registry()["RmsNorm"]
-    monkeypatch.setattr(kernel, "body", lambda attrs, numerics: "y = = x")
+    monkeypatch.setattr(kernel, "body", lambda attrs, schemes, numerics: "y = = x")
     with pytest.raises(InternalError, match="kernel RmsNorm"):
-        function_proto(kernel, {"add": 0, "eps": 1e-6}, "fp32")
+        function_proto(kernel, RmsNormAttrs(add=False, eps=1e-6), None, "fp32")
 
 
 def test_a_pass_that_changes_the_result_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

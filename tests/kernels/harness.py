@@ -13,7 +13,7 @@ from calc.core.packing import TileLayout
 from calc.core.schemes import Scheme
 from calc.core.target import load_target
 from calc.core.variant import Variant
-from calc.kernels.base import Call, Example, Kernel, Numerics
+from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics
 from calc.kernels.emit import Emitter
 from calc.kernels.functions import function_proto
 from calc.kernels.lowering import ChipMemory, Choices, Lowering, Rows, StateBuffer, weight_region
@@ -61,15 +61,22 @@ def quantize(kernel: Kernel, ex: Example, values: dict, schemes: tuple[Scheme, .
     return ort
 
 
-def make_call(kernel: Kernel, ex: Example, attrs: dict, ort: dict) -> Call:
+def names_of(schemes) -> tuple[str, ...] | None:
+    """What a node's ``schemes`` attribute says."""
+    return tuple(map(str, schemes)) or None
+
+
+def make_call(kernel: Kernel, attrs: Attrs, schemes, ort: dict) -> Call:
     _, outs = kernel.formals(attrs)
     shapes = {k: tuple(v.shape) for k, v in ort.items()}
-    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, 0, schemes=kernel.schemes(attrs))
+    bound = kernel.schemes(attrs, names_of(schemes))
+    return Call(kernel.name, "node", attrs, {k: k for k in ort}, outs, shapes, 0, schemes=bound)
 
 
-def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> dict[str, np.ndarray]:
-    fn = function_proto(kernel, attrs, numerics)
-    ins, outs = kernel.formals(attrs)
+def run_ort(kernel: Kernel, attrs: Attrs, numerics: Numerics, values: dict, schemes=()) -> dict[str, np.ndarray]:
+    fn = function_proto(kernel, attrs, names_of(schemes), numerics)
+    ins = kernel.inputs(attrs, kernel.schemes(attrs, names_of(schemes)))
+    outs = kernel.formals(attrs)[1]
     node = helper.make_node(kernel.name, list(ins), list(outs), domain="calc")
     node.overload = fn.overload
     graph = helper.make_graph(
@@ -94,7 +101,7 @@ def run_ort(kernel: Kernel, attrs: dict, numerics: Numerics, values: dict) -> di
     return dict(zip(outs, sess.run(list(outs), {n: values[n] for n in ins}), strict=True))
 
 
-def _pack(kernel: Kernel, attrs: dict, values, schemes, tile_rows):
+def _pack(kernel: Kernel, attrs: Attrs, values, schemes, tile_rows):
     """Every weight's handle, and the shard that holds them."""
     weight_names, vectors = kernel.weights(attrs), kernel.vectors(attrs)
     handles, blobs, at = {}, [], 0
@@ -123,7 +130,7 @@ class Bench:
     """One kernel call on a machine of one chip: its inputs in DRAM, its program, its outputs.
 
     Args:
-        kernel, ex, attrs, values: the call.
+        kernel, attrs, values: the call.
         schemes: of its weights.
         tile_rows: rows of a packed tile.
         block: rows that the program works on at once; None for all.
@@ -133,8 +140,7 @@ class Bench:
     def __init__(
         self,
         kernel: Kernel,
-        ex: Example,
-        attrs: dict,
+        attrs: Attrs,
         values: dict,
         schemes,
         *,
@@ -144,7 +150,7 @@ class Bench:
     ) -> None:
         self.kernel, self.values, self.target = kernel, values, load_target("calculet-1chip")
         handles, self.shard = _pack(kernel, attrs, values, schemes, tile_rows)
-        self.call = make_call(kernel, ex, attrs, values)
+        self.call = make_call(kernel, attrs, schemes, values)
         x = next(v for k, v in values.items() if k in ("x", "a", "q", "ids"))
         seq = x.shape[1] if x.ndim == 3 or "ids" in values else 1
         self.variant = Variant("decode" if seq == 1 else "prefill", x.shape[0], seq)
@@ -241,9 +247,9 @@ class Bench:
         return out
 
 
-def run_sim(kernel, ex, attrs, values, schemes, mode, tile_rows=32, **more):
+def run_sim(kernel, attrs, values, schemes, mode, tile_rows=32, **more):
     """The kernel's program alone on a machine; its outputs as f32."""
-    return Bench(kernel, ex, attrs, values, schemes, tile_rows=tile_rows, **more).run(mode)
+    return Bench(kernel, attrs, values, schemes, tile_rows=tile_rows, **more).run(mode)
 
 
 __all__ = ["draw", "onnx", "quantize", "run_ort", "run_sim"]

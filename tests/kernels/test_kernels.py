@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from calc.core.numerics import quant_rows_int8
 from calc.core.packing import W8, Codes
 from calc.core.schemes import Scheme, scheme, schemes
 from calc.kernels import registry
+from calc.kernels.attention import AttentionAttrs
 from calc.kernels.base import Example
 from calc.sim import engines
 from tests.kernels.harness import Bench, draw, quantize, run_ort
@@ -71,10 +72,9 @@ def expected(out, got, want, past, cur):
 
 
 def check(kernel, ex, chosen):
-    attrs = {**ex.attrs, "schemes": tuple(map(str, chosen))} if chosen else dict(ex.attrs)
     values = draw(kernel, ex)
-    want = run_ort(kernel, attrs, "npu", quantize(kernel, ex, values, chosen))
-    bench = Bench(kernel, ex, attrs, values, chosen)
+    want = run_ort(kernel, ex.attrs, "npu", quantize(kernel, ex, values, chosen), chosen)
+    bench = Bench(kernel, ex.attrs, values, chosen)
     fast, strict = bench.run("fast"), bench.run("strict")
     assert fast
     for out, got in fast.items():
@@ -135,14 +135,14 @@ def test_blocks_of_rows_equal_the_whole(name, index, block):
     ex = kernel.examples()[index]
     schemes = schemes_for(kernel, ex.attrs, scheme("bf16"))
     values = draw(kernel, ex)
-    whole = Bench(kernel, ex, dict(ex.attrs), values, schemes).run("fast")
-    parts = Bench(kernel, ex, dict(ex.attrs), values, schemes, block=block).run("strict")
+    whole = Bench(kernel, ex.attrs, values, schemes).run("fast")
+    parts = Bench(kernel, ex.attrs, values, schemes, block=block).run("strict")
     assert set(parts) == set(whole)
     for out, got in parts.items():
         assert_close(out, got, whole[out])
 
 
-RINGS = [i for i, ex in enumerate(registry()["Attention"].examples()) if ex.attrs["window"]]
+RINGS = [i for i, ex in enumerate(registry()["Attention"].examples()) if ex.attrs.window]
 
 
 @pytest.mark.parametrize("block", [None, 3, 16])
@@ -153,8 +153,8 @@ def test_a_ring_of_the_window_equals_all_keys(index, past, block):
     kernel = registry()["Attention"]
     ex = kernel.examples()[index]
     values = {**draw(kernel, ex), "past": np.array([past], np.int64)}
-    want = run_ort(kernel, dict(ex.attrs), "npu", values)
-    bench = Bench(kernel, ex, dict(ex.attrs), values, (), block=block, ring=True)
+    want = run_ort(kernel, ex.attrs, "npu", values)
+    bench = Bench(kernel, ex.attrs, values, (), block=block, ring=True)
     assert all(s.ring and s.rows < 96 for s in bench.memory.states.values())
     for out, got in bench.run("strict").items():
         assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))
@@ -163,7 +163,7 @@ def test_a_ring_of_the_window_equals_all_keys(index, past, block):
 def test_keys_and_values_of_different_widths():
     """value_dim beside head_dim: each state has its own row."""
     kernel = registry()["Attention"]
-    attrs = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "scale": 0.25, "softcap": 0.0, "window": 0}
+    attrs = AttentionAttrs(4, 2, head_dim=16, value_dim=24, scale=0.25, softcap=0.0, window=0)
     shapes = {
         "q": (1, 7, 64),
         "k": (1, 7, 32),
@@ -174,9 +174,9 @@ def test_keys_and_values_of_different_widths():
     }
     ex = Example(attrs, shapes, {"past": [37]})
     for window in (0, 9):
-        call = {**attrs, "window": window}
+        call = replace(attrs, window=window)
         values = draw(kernel, ex)
         want = run_ort(kernel, call, "npu", values)
-        bench = Bench(kernel, ex, call, values, (), ring=bool(window))
+        bench = Bench(kernel, call, values, (), ring=bool(window))
         for out, got in bench.run("strict").items():
             assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))

@@ -8,14 +8,15 @@ import pytest
 
 from calc.core.errors import UsageError
 from calc.core.schemes import scheme, schemes
-from calc.kernels.base import Call
+from calc.kernels.base import Attrs, Call
+from calc.kernels.linear import LinearAttrs
 from calc.passes.recipe import assign, bits, load_recipe
 
 NAMES = ("l.0.gate", "l.0.up", "l.0.down", "l.1.gate", "l.1.up", "l.1.down")
 
 
 def call(op: str, **inputs: str) -> Call:
-    attrs = {"n": 1, "norm": 0, "bias": 0, "add": 0}
+    attrs = LinearAttrs(1, bias=False, add=False) if op == "Linear" else Attrs()
     return Call(op, op, attrs, inputs, (), {}, 0)
 
 

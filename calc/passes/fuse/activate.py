@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.activate import ActivateAttrs
 from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, other_input, replace_value, sole_user
 
 
@@ -26,7 +27,7 @@ class FuseActivate(Rule):
         if len(dims(out)) not in (2, 3) or dims(x) != dims(out):
             return "not over the rows of the model"
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Activate"
-        new = calc_node("Activate", [x], {"act": act}, [dims(out)], node, name)
+        new = calc_node("Activate", [x], ActivateAttrs(act), [dims(out)], node, name)
         insert(node, new)
         replace_value(g, out, new.outputs[0])
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.base import Attrs
 from calc.passes.base import Graph, Rule, calc_node, dims, insert, replace_value
 
 
@@ -21,7 +22,7 @@ class FuseAdd(Rule):
         if dims(a) != dims(b) or len(dims(out)) not in (2, 3) or out.dtype != ir.DataType.FLOAT:
             return "the operands are not rows of one shape"
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Add"
-        new = calc_node("Add", [a, b], {}, [dims(out)], node, name)
+        new = calc_node("Add", [a, b], Attrs(), [dims(out)], node, name)
         insert(node, new)
         replace_value(g, out, new.outputs[0])
         return None

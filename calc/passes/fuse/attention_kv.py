@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from calc.kernels.base import Attr
+from calc.core.roles import PAST
+from calc.kernels.attention import AttentionAttrs
 from calc.passes.base import (
     Graph,
     Rule,
@@ -35,30 +36,30 @@ class FuseAttentionKv(Rule):
         if any(w is None or attr(w, "mode", "linear") != "linear" or attr(w, "axis", -2) != 2 for w in writes):
             return "keys and values do not come from linear KV writes on axis 2"
         wk, wv = (w for w in writes if w is not None)
-        q, k, v = (_token_major(x) for x in (node.inputs[0], wk.inputs[1], wv.inputs[1]))
-        if q is None or k is None or v is None:
+        heads_of_q = node.inputs[0]
+        q, k, v = (_token_major(x) for x in (heads_of_q, wk.inputs[1], wv.inputs[1]))
+        if heads_of_q is None or q is None or k is None or v is None:
             return "q, k or v are not split into heads by Reshape and Transpose"
         flat = _merge(node)
         if flat is None:
             return "the heads are not merged by Transpose and Reshape"
         past_k, past_v, past = wk.inputs[0], wv.inputs[0], wk.inputs[2]
-        assert past_k is not None and past_v is not None and node.inputs[0] is not None
-        _, heads, seq, head_dim = dims(node.inputs[0])
-        if past is None or past.name != "past_kv_cur_seq_len" or wv.inputs[2] is not past:
+        if past_k is None or past_v is None or past is None or wv.inputs[2] is not past or past.name != PAST:
             return "keys and values are not written at past_kv_cur_seq_len"
+        _, heads, seq, head_dim = dims(heads_of_q)
         valid = offset_from(node.inputs[6], past)
         if valid is None or valid.size != 1 or int(valid.reshape(())) != seq:
             return "the valid keys are not past_kv_cur_seq_len and the call's own"
-        left = int(attr(node, "left_window_size", -1))  # type: ignore[arg-type]
-        attrs: dict[str, Attr] = {
-            "heads": heads,
-            "kv_heads": dims(past_k)[1],
-            "head_dim": head_dim,
-            "value_dim": dims(past_v)[3],
-            "scale": float(attr(node, "scale", head_dim**-0.5)),  # type: ignore[arg-type]
-            "softcap": float(attr(node, "softcap", 0.0)),  # type: ignore[arg-type]
-            "window": left + 1 if left >= 0 else 0,
-        }
+        left = attr(node, "left_window_size", -1)
+        attrs = AttentionAttrs(
+            heads=heads,
+            kv_heads=dims(past_k)[1],
+            head_dim=head_dim,
+            value_dim=dims(past_v)[3],
+            scale=attr(node, "scale", float(head_dim**-0.5)),
+            softcap=attr(node, "softcap", 0.0),
+            window=left + 1 if left >= 0 else 0,
+        )
         out = flat.outputs[0]
         name = f"{node.metadata_props.get('calc.scope', node.name)}/Attention"
         shapes = [dims(out), dims(past_k), dims(past_v)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.base import Attrs
 from calc.passes.base import Graph, Rule, calc_node, dims, insert, replace_value
 
 
@@ -21,7 +22,7 @@ class FuseBias(Rule):
             if dims(b) != dims(out)[-1:] or dims(x) != dims(out) or len(dims(out)) not in (2, 3):
                 continue
             name = f"{node.metadata_props.get('calc.scope', node.name)}/Bias"
-            new = calc_node("Bias", [x, b], {}, [dims(out)], node, name)
+            new = calc_node("Bias", [x, b], Attrs(), [dims(out)], node, name)
             insert(node, new)
             replace_value(g, out, new.outputs[0])
             return None

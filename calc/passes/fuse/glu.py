@@ -5,7 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN
-from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, made_by, replace_value
+from calc.kernels.glu import GluAttrs
+from calc.kernels.linear import LinearAttrs
+from calc.passes.base import Graph, Rule, attrs_of, calc_node, dims, insert, made_by, replace_value
 from calc.passes.fuse.activate import activation_of
 
 
@@ -26,9 +28,10 @@ class FuseGlu(Rule):
             if lin_gate is None or lin_gate is lin_up or lin_gate.inputs[0] is not lin_up.inputs[0]:
                 continue
             x, wg, wu = lin_gate.inputs[0], lin_gate.inputs[1], lin_up.inputs[1]
-            assert x is not None and wg is not None and wu is not None
+            if x is None or wg is None or wu is None:
+                continue
             name = f"{node.metadata_props.get('calc.scope', node.name)}/Glu"
-            new = calc_node("Glu", [x, wg, wu], {"act": act}, [dims(node.outputs[0])], node, name)
+            new = calc_node("Glu", [x, wg, wu], GluAttrs(act), [dims(node.outputs[0])], node, name)
             insert(node, new)
             replace_value(g, node.outputs[0], new.outputs[0])
             return None
@@ -37,6 +40,7 @@ class FuseGlu(Rule):
 
 def _plain_linear(value: ir.Value | None) -> ir.Node | None:
     node = made_by(value, "Linear", domain=DOMAIN)
-    if node is None or any(attr(node, k, 0) for k in ("bias", "add")):
+    if node is None:
         return None
-    return node
+    attrs = attrs_of(node, LinearAttrs)
+    return None if attrs.bias or attrs.add else node

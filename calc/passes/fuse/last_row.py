@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.base import Attrs
 from calc.passes.base import (
     Graph,
     Rule,
@@ -45,7 +46,7 @@ class FuseLastRow(Rule):
         source = norm.inputs[0] if hoisted and norm is not None else x
         if source is None:
             return "the norm has no input"
-        new = calc_node("LastRow", [source, cur], {}, [dims(out)], node, "model/LastRow")
+        new = calc_node("LastRow", [source, cur], Attrs(), [dims(out)], node, "model/LastRow")
         insert(node, new)
         last = new.outputs[0]
         if hoisted and norm is not None:

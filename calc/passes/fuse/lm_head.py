@@ -10,10 +10,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from calc.kernels.base import DOMAIN
+from calc.kernels.linear import LinearAttrs
+from calc.kernels.lm_head import LmHeadAttrs
 from calc.passes.base import (
     Graph,
     Rule,
-    attr,
+    attrs_of,
     calc_node,
     dims,
     insert,
@@ -31,7 +33,7 @@ class FuseLmHead(Rule):
 
     def rewrite(self, g: Graph, lin: ir.Node) -> str | None:
         x = lin.inputs[0]
-        if len(dims(lin.outputs[0])) != 2 or any(attr(lin, k, 0) for k in ("bias", "add")) or attr(lin, "n", 1) != 1:
+        if len(dims(lin.outputs[0])) != 2 or attrs_of(lin, LinearAttrs) != LinearAttrs(1, bias=False, add=False):
             return "not a plain projection of one row per sequence"
         w, out = lin.inputs[1], lin.outputs[0]
         cap, last = 0.0, lin
@@ -52,7 +54,7 @@ class FuseLmHead(Rule):
             return "its output is not the graph's"
         if x is None or w is None:
             return "an operand is missing"
-        new = calc_node("LmHead", [x, w], {"softcap": cap}, [dims(out)], lin, "lm_head/LmHead")
+        new = calc_node("LmHead", [x, w], LmHeadAttrs(cap), [dims(out)], lin, "lm_head/LmHead")
         insert(last, new)
         replace_value(g, out, new.outputs[0])
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from calc.kernels.base import Attr
+from calc.kernels.qk_norm_rope import QkNormRopeAttrs
 from calc.passes.base import (
     Graph,
     Rule,
@@ -67,21 +67,18 @@ class FuseQkNormRope(Rule):
         ):
             return "q and k are normed or rotated differently"
         past = scatter.inputs[2]
-        assert past is not None
-        steps = offset_from(q.positions, past)
-        seq = dims(q.x)[1]
-        if past.name != "past_kv_cur_seq_len" or steps is None or not np.array_equal(steps.ravel(), np.arange(seq)):
+        steps = None if past is None or past.name != "past_kv_cur_seq_len" else offset_from(q.positions, past)
+        if past is None or steps is None or not np.array_equal(steps.ravel(), np.arange(dims(q.x)[1])):
             return "the positions are not past_kv_cur_seq_len onwards"
-        rotary = 2 * dims(q.cos)[1]
-        attrs: dict[str, Attr] = {
-            "heads": q.heads,
-            "kv_heads": k.heads,
-            "head_dim": q.head_dim,
-            "norm": int(q.gamma is not None),
-            "eps": q.eps,
-            "interleaved": attr(q.rope, "interleaved", 0),
-            "rotary_dim": rotary,
-        }
+        attrs = QkNormRopeAttrs(
+            heads=q.heads,
+            kv_heads=k.heads,
+            head_dim=q.head_dim,
+            norm=q.gamma is not None,
+            eps=q.eps,
+            interleaved=attr(q.rope, "interleaved", 0) == 1,
+            rotary_dim=2 * dims(q.cos)[1],
+        )
         gammas = [v for v in (q.gamma, k.gamma) if v is not None]
         name = f"{node.metadata_props.get('calc.scope', node.name)}/QkNormRope"
         new = calc_node(
@@ -113,7 +110,7 @@ def _branch(g: Graph, value: ir.Value | None) -> _Branch | str:
     for _ in range(2):
         norm, transpose = made_by(inner, "RMSNormalization"), made_by(inner, "Transpose")
         if norm is not None and gamma is None:
-            gamma, eps, inner = norm.inputs[1], float(attr(norm, "epsilon", 1e-5)), norm.inputs[0]  # type: ignore[arg-type]
+            gamma, eps, inner = norm.inputs[1], attr(norm, "epsilon", 1e-5), norm.inputs[0]
             if not is_row_norm(g, norm):
                 return "the head norm's scale is not a weight with one value per column"
         elif transpose is not None and ints(transpose, "perm") == (0, 2, 1, 3) and not swapped:
@@ -121,10 +118,9 @@ def _branch(g: Graph, value: ir.Value | None) -> _Branch | str:
     if not swapped:
         return "heads are not split by Reshape and Transpose"
     reshape = made_by(inner, "Reshape")
-    if reshape is None:
+    x = None if reshape is None else reshape.inputs[0]
+    if reshape is None or x is None:
         return "heads are not split by Reshape and Transpose"
-    x = reshape.inputs[0]
-    assert x is not None
     shape = dims(reshape.outputs[0])
     if len(shape) != 4:
         return "the head split is not [batch, sequence, heads, head_dim]"

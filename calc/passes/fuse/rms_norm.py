@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from calc.kernels.rms_norm import RmsNormAttrs
 from calc.passes.base import Graph, Rule, attr, calc_node, dims, insert, is_row_norm, replace_value
 
 
@@ -15,12 +16,11 @@ class FuseRmsNorm(Rule):
 
     def rewrite(self, g: Graph, node: ir.Node) -> str | None:
         x, gamma = node.inputs
-        if not is_row_norm(g, node) or len(dims(node.outputs[0])) not in (2, 3):
+        if x is None or gamma is None or not is_row_norm(g, node) or len(dims(node.outputs[0])) not in (2, 3):
             return "not a norm of the model's rows with a weight for scale"
-        assert x is not None and gamma is not None
-        eps = float(attr(node, "epsilon", 1e-5))  # type: ignore[arg-type]
+        eps = attr(node, "epsilon", 1e-5)
         name = f"{node.metadata_props.get('calc.scope', node.name)}/RmsNorm"
-        new = calc_node("RmsNorm", [x, gamma], {"add": 0, "eps": eps}, [dims(node.outputs[0])], node, name)
+        new = calc_node("RmsNorm", [x, gamma], RmsNormAttrs(add=False, eps=eps), [dims(node.outputs[0])], node, name)
         insert(node, new)
         replace_value(g, node.outputs[0], new.outputs[0])
         return None

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from calc.kernels.base import Attr
+from calc.kernels.recv import RecvAttrs
+from calc.kernels.send import SendAttrs
 from calc.passes.base import Graph, calc_node, dims, insert, replace_input
 from calc.passes.partition import Board
 
@@ -106,10 +107,10 @@ def transfers(g: Graph) -> None:
 
 
 def _transfer(before: ir.Node, value: ir.Value, home: str, chip: str) -> ir.Value:
-    attrs: dict[str, Attr] = {"peer": int(chip), "partial": 0}
-    send = calc_node("Send", [value], attrs, [dims(value)], value.producer() or before, f"{value.name}/Send.{chip}")
-    attrs = {"peer": int(home), "partial": 0}
-    recv = calc_node("Recv", [send.outputs[0]], attrs, [dims(value)], before, f"{value.name}/Recv.{chip}")
+    there = SendAttrs(int(chip), partial=False)
+    send = calc_node("Send", [value], there, [dims(value)], value.producer() or before, f"{value.name}/Send.{chip}")
+    back = RecvAttrs(int(home), partial=False)
+    recv = calc_node("Recv", [send.outputs[0]], back, [dims(value)], before, f"{value.name}/Recv.{chip}")
     send.metadata_props["calc.chip"], recv.metadata_props["calc.chip"] = home, chip
     insert(before, send, recv)
     return recv.outputs[0]

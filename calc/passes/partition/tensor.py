@@ -18,7 +18,7 @@ measure what runs. Partial sums are FP32 and added in the order of the chips.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -26,15 +26,21 @@ import onnx_ir as ir
 from calc.core.errors import InternalError, Problems, UnsupportedError
 from calc.core.roles import is_state_input, state_of
 from calc.core.tensors import ColumnsTensor, RowsTensor, TensorRef
-from calc.kernels.base import Attr
+from calc.kernels import registry
+from calc.kernels.all_gather import AllGatherAttrs
+from calc.kernels.all_reduce import AllReduceAttrs
+from calc.kernels.attention import AttentionAttrs
+from calc.kernels.base import SCHEMES, Attrs
+from calc.kernels.linear import LinearAttrs
+from calc.kernels.qk_norm_rope import QkNormRopeAttrs
 from calc.passes.base import (
     Graph,
     StatePart,
+    attrs_of,
     calc_node,
     dims,
     insert,
     new_weight,
-    plain_attrs,
     replace_value,
     sweep,
 )
@@ -70,11 +76,13 @@ class _Split:
         return id(value) in self.bounds
 
     def clone(
-        self, node: ir.Node, chip: int, ins: Sequence[ir.Value], attrs: dict[str, Attr], outs: Sequence[tuple[int, ...]]
+        self, node: ir.Node, chip: int, ins: Sequence[ir.Value], attrs: Attrs, outs: Sequence[tuple[int, ...]]
     ) -> list[ir.Value]:
         """The node's twin on a chip."""
         new = calc_node(node.op_type, ins, attrs, outs, node, f"{node.name}@{chip}")
         new.metadata_props["calc.chip"] = str(chip)
+        if SCHEMES in node.attributes:
+            new.attributes.add(node.attributes[SCHEMES])
         insert(node, new)
         return list(new.outputs)
 
@@ -142,8 +150,7 @@ def _check(g: Graph, chips: int) -> None:
                 hint="use a target that splits by layers",
             )
         if node.op_type in ("Attention", "QkNormRope"):
-            attrs = plain_attrs(node)
-            heads, kv = int(attrs["heads"]), int(attrs["kv_heads"])  # type: ignore[arg-type]
+            heads, kv = _heads_in(node)
             share, group = heads // chips, heads // kv
             if heads % chips or (share % group and group % share):
                 problems.add(
@@ -177,6 +184,18 @@ def _lead(value: ir.Value) -> tuple[int, ...]:
     return dims(value)[:-1]
 
 
+def _same(node: ir.Node) -> Attrs:
+    """The attributes of a node of any kernel."""
+    attrs: Attrs = attrs_of(node, registry()[node.op_type].attributes)
+    return attrs
+
+
+def _heads_in(node: ir.Node) -> tuple[int, int]:
+    """Query heads and KV heads of an attention, or of the rotary embedding before it."""
+    attrs = attrs_of(node, AttentionAttrs) if node.op_type == "Attention" else attrs_of(node, QkNormRopeAttrs)
+    return attrs.heads, attrs.kv_heads
+
+
 # -- handlers, one for each kind of op --------------------------------------------------------------------------------
 
 
@@ -192,7 +211,7 @@ def _alike(s: _Split, node: ir.Node) -> None:
             whole = s.g.weight(v) is not None and bounds is not None and node.op_type == "Bias"
             mine.append(s.rows(v, chip, bounds[chip]) if whole and bounds is not None else s.of(v, chip))
         outs = [dims(o) if bounds is None else (*_lead(o), bounds[chip][1] - bounds[chip][0]) for o in node.outputs]
-        made.append(s.clone(node, chip, mine, plain_attrs(node), outs))
+        made.append(s.clone(node, chip, mine, _same(node), outs))
     for i, o in enumerate(node.outputs):
         s.give(o, [m[i] for m in made], bounds)
 
@@ -204,8 +223,12 @@ def _embed(s: _Split, node: ir.Node) -> None:
     parts = []
     for chip, at in enumerate(bounds):
         shape = (*_lead(out), at[1] - at[0])
-        parts += s.clone(node, chip, [ids, s.columns(table, chip, at)], plain_attrs(node), [shape])
-    s.give(out, _exchange(s, node, "AllGather", parts, {}, [], dims(out)))
+        parts += s.clone(node, chip, [ids, s.columns(table, chip, at)], _same(node), [shape])
+
+    def gathering(chip: int) -> AllGatherAttrs:
+        return AllGatherAttrs(s.chips, own=chip)
+
+    s.give(out, _exchange(s, node, "AllGather", gathering, parts, [], dims(out)))
 
 
 def _linear(s: _Split, node: ir.Node) -> None:
@@ -240,9 +263,7 @@ def _wanted(s: _Split, node: ir.Node) -> list[Bounds] | None:
 
 def _share_of(reader: ir.Node, value: ir.Value) -> tuple[int, int, str] | None:
     if reader.op_type in ("QkNormRope", "Attention"):
-        attrs = plain_attrs(reader)
-        which = "q" if reader.inputs[0] is value else "kv"
-        return int(attrs["heads"]), int(attrs["kv_heads"]), which  # type: ignore[arg-type]
+        return (*_heads_in(reader), "q" if reader.inputs[0] is value else "kv")
     if reader.op_type in ("Activate", "Bias"):
         return (0, 0, "even") if _ends_in_linear(reader) else None
     return None
@@ -256,12 +277,12 @@ def _ends_in_linear(node: ir.Node) -> bool:
 
 
 def _column_parallel(s: _Split, node: ir.Node, bounds: list[Bounds]) -> None:
-    attrs = plain_attrs(node)
+    attrs = attrs_of(node, LinearAttrs)
     n = len(node.outputs)
     x, *rest = s.inputs(node)
     made = []
     for chip in range(s.chips):
-        weights = [s.rows(w, chip, bounds[i % n][chip]) for i, w in enumerate(rest[: n * (1 + bool(attrs["bias"]))])]
+        weights = [s.rows(w, chip, bounds[i % n][chip]) for i, w in enumerate(rest[: n * (1 + attrs.bias)])]
         outs = [(*_lead(o), b[chip][1] - b[chip][0]) for o, b in zip(node.outputs, bounds, strict=True)]
         made.append(s.clone(node, chip, [s.of(x, chip), *weights], attrs, outs))
     for i, o in enumerate(node.outputs):
@@ -270,35 +291,38 @@ def _column_parallel(s: _Split, node: ir.Node, bounds: list[Bounds]) -> None:
 
 def _row_parallel(s: _Split, node: ir.Node) -> None:
     """Partial sums; the bias goes into the first chip's, the residual into the reduction."""
-    attrs = plain_attrs(node)
+    attrs = attrs_of(node, LinearAttrs)
     x, w, *rest = s.inputs(node)
     if len(node.outputs) != 1:
         raise InternalError(f"{node.name}: several projections of one share")
-    bias = rest.pop(0) if attrs["bias"] else None
+    bias = rest.pop(0) if attrs.bias else None
     out = node.outputs[0]
     parts = []
     for chip, at in enumerate(s.bounds[id(x)]):
         own = bias is not None and chip == 0
         mine = [s.of(x, chip), s.columns(w, chip, at), *([bias] if own and bias is not None else [])]
-        changed = {**attrs, "bias": int(own), "add": 0, "partial": 1}
+        changed = replace(attrs, bias=own, add=False, partial=True)
         parts += s.clone(node, chip, mine, changed, [dims(out)])
-    s.give(out, _exchange(s, node, "AllReduce", parts, {"add": int(bool(rest))}, rest, dims(out)))
+
+    def reduction(chip: int) -> AllReduceAttrs:
+        return AllReduceAttrs(s.chips, own=chip, add=bool(rest))
+
+    s.give(out, _exchange(s, node, "AllReduce", reduction, parts, rest, dims(out)))
 
 
 def _exchange(
     s: _Split,
     node: ir.Node,
     op: str,
+    attrs: Callable[[int], Attrs],
     parts: list[ir.Value],
-    attrs: dict[str, Attr],
     more: list[ir.Value],
     shape: tuple[int, ...],
 ) -> list[ir.Value]:
     out = []
     for chip in range(s.chips):
         mine = [s.of(v, chip) for v in more]
-        own: dict[str, Attr] = {"chips": s.chips, "own": chip, **attrs}
-        new = calc_node(op, [*parts, *mine], own, [shape], node, f"{node.name}/{op}@{chip}")
+        new = calc_node(op, [*parts, *mine], attrs(chip), [shape], node, f"{node.name}/{op}@{chip}")
         new.metadata_props["calc.chip"] = str(chip)
         insert(node, new)
         out.append(new.outputs[0])
@@ -312,22 +336,16 @@ def _glu(s: _Split, node: ir.Node) -> None:
     made = []
     for chip, at in enumerate(bounds):
         ins = [s.of(x, chip), s.rows(gate, chip, at), s.rows(up, chip, at)]
-        made += s.clone(node, chip, ins, plain_attrs(node), [(*_lead(out), at[1] - at[0])])
+        made += s.clone(node, chip, ins, _same(node), [(*_lead(out), at[1] - at[0])])
     s.give(out, made, bounds)
 
 
-def _heads(node: ir.Node, chips: int) -> tuple[dict[str, Attr], Bounds, Bounds]:
-    attrs = plain_attrs(node)
-    q, kv = heads_of(int(attrs["heads"]), int(attrs["kv_heads"]), chips)  # type: ignore[arg-type]
-    return attrs, q, kv
-
-
 def _qk_norm_rope(s: _Split, node: ir.Node) -> None:
-    attrs, q, kv = _heads(node, s.chips)
-    size = int(attrs["head_dim"])  # type: ignore[arg-type]
+    attrs = attrs_of(node, QkNormRopeAttrs)
+    (q, kv), size = heads_of(attrs.heads, attrs.kv_heads, s.chips), attrs.head_dim
     made = []
     for chip in range(s.chips):
-        mine = {**attrs, "heads": q[chip][1] - q[chip][0], "kv_heads": kv[chip][1] - kv[chip][0]}
+        mine = replace(attrs, heads=q[chip][1] - q[chip][0], kv_heads=kv[chip][1] - kv[chip][0])
         outs = [(*_lead(o), (b[chip][1] - b[chip][0]) * size) for o, b in zip(node.outputs, (q, kv), strict=True)]
         made.append(s.clone(node, chip, [s.of(v, chip) for v in s.inputs(node)], mine, outs))
     for i, b in enumerate((q, kv)):
@@ -335,19 +353,20 @@ def _qk_norm_rope(s: _Split, node: ir.Node) -> None:
 
 
 def _attention(s: _Split, node: ir.Node) -> None:
-    attrs, q, kv = _heads(node, s.chips)
+    attrs = attrs_of(node, AttentionAttrs)
+    q, kv = heads_of(attrs.heads, attrs.kv_heads, s.chips)
     y, *written = node.outputs
     made = []
     for chip in range(s.chips):
         ins = [_state_share(s, node, v, kv)[chip] if is_state_input(v.name) else s.of(v, chip) for v in s.inputs(node)]
-        mine = {**attrs, "heads": q[chip][1] - q[chip][0], "kv_heads": kv[chip][1] - kv[chip][0]}
-        width = int(attrs["value_dim"]) * (q[chip][1] - q[chip][0])  # type: ignore[arg-type]
+        mine = replace(attrs, heads=q[chip][1] - q[chip][0], kv_heads=kv[chip][1] - kv[chip][0])
+        width = attrs.value_dim * (q[chip][1] - q[chip][0])
         outs = [(*_lead(y), width)]
         for o in written:
             b, _, rows, size = dims(o)
             outs.append((b, kv[chip][1] - kv[chip][0], rows, size))
         made.append(s.clone(node, chip, ins, mine, outs))
-    s.give(y, [m[0] for m in made], _scaled(q, int(attrs["value_dim"])))  # type: ignore[arg-type]
+    s.give(y, [m[0] for m in made], _scaled(q, attrs.value_dim))
     for i, old in enumerate(written, start=1):
         _join(s, node, old, [m[i] for m in made], kv, axis=1)
 
@@ -419,7 +438,7 @@ def _lm_head(s: _Split, node: ir.Node) -> None:
     parts = []
     for chip, at in enumerate(bounds):
         shape = (*_lead(out), at[1] - at[0])
-        parts += s.clone(node, chip, [s.of(x, chip), s.rows(w, chip, at)], plain_attrs(node), [shape])
+        parts += s.clone(node, chip, [s.of(x, chip), s.rows(w, chip, at)], _same(node), [shape])
     _join(s, node, out, parts, bounds, axis=len(dims(out)) - 1)
 
 
