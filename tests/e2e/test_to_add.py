@@ -16,7 +16,7 @@ from calc.calbin.reader import open_calbin
 from calc.core.isa import DType, Fn
 from calc.core.state import StateSpec
 from calc.kernels import registry
-from calc.kernels.base import Kernel, Work
+from calc.kernels.base import Attrs, Kernel, Work
 from calc.kernels.lowering import Rows
 from calc.passes.partition import strategies
 from calc.passes.partition.layers import transfers
@@ -70,6 +70,7 @@ class Leak(Kernel):
     """``y_t = x_t + s_t``, ``s_(t+1) = y_t / 2``: an exponential mean that is kept between calls."""
 
     name = "Leak"
+    attributes = Attrs
 
     def formals(self, attrs):
         return ("x", "past"), ("y", "s")
@@ -82,7 +83,7 @@ class Leak(Kernel):
         spec = StateSpec(name="leak.0", layer=0, heads=1, dim=width, dtype="f32", growth="fixed")
         return {"past": spec}
 
-    def body(self, attrs, numerics):
+    def body(self, attrs, schemes, numerics):
         # of a call with one token; the test has the recurrence of longer ones in closed form
         return "y = Add(x, past)\nhalf = Constant<value_float: float = 0.5>()\ns = Mul(y, half)"
 
