@@ -12,7 +12,10 @@ from calc.sim.timing import Counters
 
 
 class BenchRow(Frozen):
-    """One case: a prompt, then `output` decode steps of `batch` sequences. Seconds and bytes are the target's."""
+    """One case: a prompt, then `output` decode steps of `batch` sequences. Seconds and bytes are the target's.
+
+    An artefact without decode has a row per prompt, with `output` and all of decode's numbers 0.
+    """
 
     prompt: int
     output: int
@@ -61,32 +64,17 @@ def bench(
         steps = device.plan_prefill([0] * n, 0, 0)
         costs = [device.time(s.submodel, [len(t) for t in s.tokens], s.past) for s in steps]
         ttft = sum(c.cycles + call for c in costs) / hz
-        for out in outputs:
+        prefill = _prefill(n, len(steps), costs, ttft)
+        if not device.decode_batches:
+            rows.append(BenchRow.model_validate({**prefill, **NO_DECODE}))
+        for out in outputs if device.decode_batches else ():
             if n + out > capacity:
                 skipped.append(f"prompt {n} + output {out} > capacity {capacity}")
                 continue
             for sub in device.decode_batches:
                 # cost is affine in the past but for tile borders: the middle of the output stands for its mean
                 c = device.time(sub.name, [1] * sub.batch, [n + out // 2] * sub.batch)
-                tpot = (c.cycles + call) / hz
-                rows.append(
-                    BenchRow(
-                        prompt=n,
-                        output=out,
-                        batch=sub.batch,
-                        chunks=len(steps),
-                        ttft=ttft,
-                        tpot=tpot,
-                        prefill_tokens_per_second=n / ttft,
-                        decode_tokens_per_second=sub.batch / tpot,
-                        prefill_macs=sum(c.macs for c in costs),
-                        prefill_dram_bytes=sum(c.dram_bytes for c in costs),
-                        decode_macs=c.macs,
-                        decode_dram_bytes=c.dram_bytes,
-                        prefill_bound=_bound(costs),
-                        decode_bound=c.bound,
-                    )
-                )
+                rows.append(BenchRow.model_validate({**prefill, **_decode(out, sub.batch, c, (c.cycles + call) / hz)}))
     return BenchReport(
         model=calbin.manifest.model.name,
         target=target.name,
@@ -94,6 +82,44 @@ def bench(
         rows=tuple(rows),
         skipped=tuple(skipped),
     )
+
+
+NO_DECODE: dict[str, object] = {
+    "output": 0,
+    "batch": 1,
+    "tpot": 0.0,
+    "decode_tokens_per_second": 0.0,
+    "decode_macs": 0,
+    "decode_dram_bytes": 0,
+    "decode_bound": "",
+}
+"""Decode's part of a row where there is no decode."""
+
+
+def _prefill(n: int, chunks: int, costs: Sequence[Counters], ttft: float) -> dict[str, object]:
+    """The prompt's part of a row."""
+    return {
+        "prompt": n,
+        "chunks": chunks,
+        "ttft": ttft,
+        "prefill_tokens_per_second": n / ttft,
+        "prefill_macs": sum(c.macs for c in costs),
+        "prefill_dram_bytes": sum(c.dram_bytes for c in costs),
+        "prefill_bound": _bound(costs),
+    }
+
+
+def _decode(output: int, batch: int, c: Counters, tpot: float) -> dict[str, object]:
+    """Decode's part of a row."""
+    return {
+        "output": output,
+        "batch": batch,
+        "tpot": tpot,
+        "decode_tokens_per_second": batch / tpot,
+        "decode_macs": c.macs,
+        "decode_dram_bytes": c.dram_bytes,
+        "decode_bound": c.bound,
+    }
 
 
 def _bound(costs: Sequence[Counters]) -> str:

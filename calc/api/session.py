@@ -36,6 +36,7 @@ class Sampling:
 class Generation(Frozen):
     """What a generation gave. Times are the target's clock, not this machine's: seconds.
 
+    `tpot` is 0 where the artefact cannot decode: then one token is all there is.
     `finish` is ``eos``, ``length`` (max_new_tokens) or ``capacity`` (the KV cache is full).
     """
 
@@ -156,13 +157,15 @@ class Session:
             on_text: called with each new piece of text as it is final.
 
         Raises:
-            RuntimeFault: an empty prompt, ids out of range.
+            RuntimeFault: an empty prompt, ids out of range; NO_SUCH_SUBMODEL when more than one token is asked of an
+                artefact without decode.
             CapacityError: PROMPT_TOO_LONG before anything runs.
             UsageError: SAMPLING_RANGE.
         """
         ids = [int(t) for t in prompt] if _are_ids(prompt) else self.prompt_ids(prompt, chat=chat)  # type: ignore[arg-type]
         start = time.perf_counter()
         steps = self.device.plan_prefill(ids, 0, 0)
+        decode = self.device.decode_submodel(1) if max_new_tokens > 1 or self.device.decode_batches else None
         hz = self.device.target.rates.clock.value
         call = self.device.target.costs.call.value / hz
         ttft = sum(self.device.time(s.submodel, [len(t) for t in s.tokens], s.past).cycles / hz + call for s in steps)
@@ -192,12 +195,8 @@ class Session:
         final = self.tokenizer.decode(out, skip_special_tokens=True) if self.spec.tokenizer.kind != "none" else ""
         if on_text is not None and len(final) > len(text):
             on_text(final[len(text) :])
-        middle = len(ids) + len(out) // 2
-        decode = self.device.decode_submodel(1)
-        tpot = (
-            self.device.time(decode.name, [1], [min(middle, self.calbin.manifest.states.capacity - 1)]).cycles / hz
-            + call
-        )
+        middle = min(len(ids) + len(out) // 2, self.calbin.manifest.states.capacity - 1)
+        tpot = self.device.time(decode.name, [1], [middle]).cycles / hz + call if decode is not None else 0.0
         return Generation(
             text=final,
             prompt_tokens=len(ids),

@@ -87,6 +87,6 @@ def command(
 def _show(g: Generation, target: str) -> None:
     host = len(g.tokens) / g.host_seconds if g.host_seconds else 0.0
     line(f"prompt {g.prompt_tokens} tokens, generated {len(g.tokens)}, finish: {g.finish}", err=True)
-    tpot = f"TPOT {ms(g.tpot)} ms ({rate(1 / g.tpot)} tok/s)"
+    tpot = f"TPOT {ms(g.tpot)} ms ({rate(1 / g.tpot)} tok/s)" if g.tpot else "no decode"
     line(f"{target}, predicted: TTFT {ms(g.ttft)} ms, {tpot}", err=True)
     line(f"simulator on this machine: {rate(host)} tok/s", err=True)

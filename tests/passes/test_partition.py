@@ -1,9 +1,10 @@
-"""Partition strategies: a graph that was split runs in ONNX Runtime to the numbers of the whole, and refuses in words."""
+"""Partition strategies: a split graph runs in ONNX Runtime to the numbers of the whole; refusals have words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def assert_split(f: Fused, chips: int, how: str) -> None:
         assert {c.chip for c in todo} == set(range(chips))
         ops = {c.op for c in todo}
         assert ops >= ({"AllReduce", "AllGather"} if how == "tensor" else {"Send", "Recv"})
-        assert [o.name for o in g.model.graph.outputs][0] == "logits"
+        assert g.model.graph.outputs[0].name == "logits"
 
 
 def whole_and_split(model: Path, tmp_path: Path, chips: int, how: str) -> Fused:
@@ -336,7 +337,7 @@ def test_a_strategy_that_does_not_exist(tmp_path: Path) -> None:
 def test_even_shares(n: int, chips: int) -> None:
     bounds = even(n, chips)
     assert bounds[0][0] == 0 and bounds[-1][1] == n
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     assert max(b - a for a, b in bounds) - min(b - a for a, b in bounds) <= 1
 
 
