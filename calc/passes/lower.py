@@ -74,13 +74,13 @@ def lower(calls: Sequence[Call], variant: Variant, chips: Mapping[int, ChipMemor
     """
     sizes = {n: h.nbytes for m in chips.values() for n, h in m.weights.items()}
 
+    parts: dict[int, Lowering] = {}
+
     def probe(plan: Plan) -> None:
-        parts = _emit(plan, variant, chips, target)
+        parts.update(_emit(plan, variant, chips, target))
         _allocate_all(parts, variant, target)
 
     plan, candidates = plan_blocks(calls, variant, target, sizes, probe)
-    parts = _emit(plan, variant, chips, target)
-    _allocate_all(parts, variant, target)
     return Lowered({chip: finish(low) for chip, low in parts.items()}, plan, candidates)
 
 
