@@ -33,6 +33,7 @@ class Embed(Kernel[EmbedAttrs]):
     name = "Embed"
     attributes = EmbedAttrs
     loads = IDS
+    gathers = ("table",)
 
     def formals(self, attrs: EmbedAttrs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("ids", "table"), ("y",)

@@ -48,7 +48,7 @@ class Plan:
     Attributes:
         regions: see `Region`.
         kind: which candidate it is.
-        weight_bytes: bytes of weights that a full bucket reads.
+        weight_bytes: bytes of packed weights that a full bucket streams.
         spill_bytes: bytes of activations that a full bucket writes to DRAM and reads back.
         cycles: what that and the MACs take at the target's rates, engines overlapping.
     """
@@ -83,7 +83,7 @@ def plan_blocks(
         probe: see `Probe`.
 
     Returns:
-        The plan, and every candidate that fits.
+        The plan, which was probed last, and all candidates, it among them.
 
     Raises:
         SramTooSmallError: SRAM_TOO_SMALL when not even the smallest block fits: what is missing for the best plan.
@@ -252,26 +252,42 @@ def _priced(plan: Plan, variant: Variant, target: Target, weight_bytes: Mapping[
     rows = variant.batch * variant.seq
     weights = spills = 0
     cycles = 0.0
-    made: dict[str, int] = {}
-    spilled: set[str] = set()
-    for i, region in enumerate(plan.regions):
+    moves = _moves(plan, variant)
+    for region, moved in zip(plan.regions, moves, strict=True):
         read = region.blocks(variant.seq) * sum(
-            weight_bytes.get(name, 0) for c in region.calls for name in dict.fromkeys(c.inputs.values())
+            weight_bytes.get(c.inputs[f], 0)
+            for c in region.calls
+            for f in registry()[c.op].weights(c.attrs)
+            if f not in registry()[c.op].gathers
         )
-        moved = 0
-        for c in region.calls:
-            for formal, name in c.inputs.items():
-                home = made.get(name)
-                if home is not None and home != i and plan.regions[home].block is not None:
-                    size = 2 * _elements(c.shapes[name])
-                    read_back = 0 if formal in registry()[c.op].by_row else size
-                    moved += read_back + (0 if name in spilled else size)
-                    spilled.add(name)
-            made.update(dict.fromkeys(c.outputs, i))
         macs = sum(registry()[c.op].work(c, rows, variant.seq).macs for c in region.calls)
         weights, spills = weights + read, spills + moved
         cycles += max((read + moved) / target.rates.dram.value, macs / target.rates.mac_bf16.value)
     return replace(plan, weight_bytes=weights, spill_bytes=spills, cycles=round(cycles))
+
+
+def _moves(plan: Plan, variant: Variant) -> list[int]:
+    """Bytes that each region stores for later ones and loads of what earlier ones have stored."""
+    home: dict[str, tuple[int, Call]] = {}
+    out = [0] * len(plan.regions)
+    stored: set[str] = set()
+    for i, region in enumerate(plan.regions):
+        loaded: set[str] = set()
+        for c in region.calls:
+            for formal, name in c.inputs.items():
+                at, maker = home.get(name, (i, c))
+                if at == i or plan.regions[at].block is None:
+                    continue
+                size = (4 if getattr(maker.attrs, "partial", False) else 2) * _elements(maker.shapes[name])
+                if name not in stored:
+                    out[at] += size
+                    stored.add(name)
+                if maker.chip == c.chip and name not in loaded:
+                    # of an input that a kernel picks rows of, one row of each sequence comes back
+                    out[i] += size // variant.seq if formal in registry()[c.op].by_row else size
+                    loaded.add(name)
+            home.update(dict.fromkeys(c.outputs, (i, c)))
+    return out
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -80,7 +80,8 @@ class Device:
 
         Raises:
             CapacityError: PROMPT_TOO_LONG when past and prompt exceed the KV capacity.
-            RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE, PAST_RANGE.
+            RuntimeFault: PROMPT_EMPTY, TOKEN_RANGE, SLOT_RANGE, PAST_RANGE; NO_SUCH_SUBMODEL for a bucket that does not
+                exist, or an artefact that can neither prefill nor decode.
         """
         self._check_prompt(tokens, past, slot)
         buckets = [s for s in self.prefill_buckets if bucket in (None, s.seq)]
@@ -117,12 +118,20 @@ class Device:
         """The smallest decode batch that holds that many sequences.
 
         Raises:
+            RuntimeFault: NO_SUCH_SUBMODEL when the artefact has no decode at all.
             CapacityError: BATCH_TOO_LARGE.
         """
-        for sub in self.decode_batches:
+        batches = self.decode_batches
+        if not batches:
+            roles = ", ".join(sorted({s.role for s in self.manifest.submodels}))
+            hint = "compile with --batch 1, or score prompts only"
+            raise RuntimeFault(
+                Problem("NO_SUCH_SUBMODEL", "decode", "the artefact cannot decode", "a decode sub-model", roles, hint)
+            )
+        for sub in batches:
             if sub.batch >= sequences:
                 return sub
-        largest = max((s.batch for s in self.decode_batches), default=0)
+        largest = batches[-1].batch
         raise CapacityError(
             Problem(
                 "BATCH_TOO_LARGE",
@@ -213,7 +222,7 @@ class Device:
 
         Raises:
             CapacityError: BATCH_TOO_LARGE, CONTEXT_FULL.
-            RuntimeFault: TOKEN_RANGE, SLOT_RANGE, PAST_RANGE, SLOT_TWICE, BATCH_UNEVEN.
+            RuntimeFault: NO_SUCH_SUBMODEL, TOKEN_RANGE, SLOT_RANGE, PAST_RANGE, SLOT_TWICE, BATCH_UNEVEN.
         """
         if not len(tokens) == len(past) == len(slots):
             got = f"{len(tokens)} tokens, {len(past)} pasts, {len(slots)} slots"

@@ -272,7 +272,7 @@ def _buckets(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
 
 
 def _prefill_row(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
-    """The decode step at position t equals the prefill of t + 1 tokens."""
+    """The decode step at position t equals the prefill of t + 1 tokens; only where both roles are there."""
     device = Device(calbin, mode)
     if not (device.decode_batches and device.prefill_buckets):
         return  # an artefact of one role has one path
@@ -292,9 +292,9 @@ def _prefill_row(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
 def _chunked(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
     """A prompt given in two calls equals the prompt given in one: logits and KV."""
     n = golden.prompt
-    if n < 2:
-        return
     whole, parts = Device(calbin, mode), Device(calbin, mode)
+    if n < 2 or not whole.prefill_buckets:
+        return  # without a bucket every prompt goes token by token
     a = whole.prefill(golden.tokens[:n])
     cut = n // 2
     parts.prefill(golden.tokens[:cut])
@@ -315,7 +315,9 @@ def _batch(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
     """Several sequences at once equal each one alone, slot by slot."""
     batches = [s.batch for s in calbin.manifest.submodels if s.role == "decode" and s.batch > 1]
     for batch in batches:
-        lengths = [max(1, golden.prompt - i) for i in range(batch)]
+        # as unlike as the replay's tokens allow, also where its prompt is one token long
+        longest = max(golden.prompt, min(batch, golden.steps))
+        lengths = [max(1, longest - i) for i in range(batch)]
         alone, want = Device(calbin, mode), []
         together = Device(calbin, mode)
         for slot, n in enumerate(lengths):

@@ -131,10 +131,23 @@ def partition(g: Graph, board: Board) -> None:
     s = _Split(g, board.chips)
     for node in list(g.model.graph):
         _HANDLERS.get(node.op_type, _alike)(s, node)
+    _outputs(s)
     for node in reversed(list(g.model.graph)):
         if "calc.chip" not in node.metadata_props and STRUCTURE not in node.metadata_props:
             g.model.graph.remove(node, safe=True)
     sweep(g)
+
+
+def _outputs(s: _Split) -> None:
+    """The graph's outputs again, where no handler has joined one: shares side by side, or the first chip's copy."""
+    for old in list(s.g.model.graph.outputs):
+        node, shares = old.producer(), s.values.get(id(old))
+        if node is None or shares is None:
+            continue
+        if s.is_split(old):
+            _join(s, node, old, shares, s.bounds[id(old)], axis=len(dims(old)) - 1)
+        else:
+            replace_value(s.g, old, shares[0])
 
 
 def _check(g: Graph, chips: int) -> None:
