@@ -21,9 +21,6 @@ from calc.kernels import registry
 from calc.kernels.base import Call
 from calc.passes.allocate import SramTooSmallError
 
-BLOCK_MULTIPLE = 16
-"""Rows of a block are a multiple of this: the lanes that a block of queries fills."""
-
 Probe = Callable[["Plan"], None]
 """Lowers under a plan, as far as the SRAM; raises SramTooSmallError where it does not fit."""
 
@@ -99,7 +96,7 @@ def plan_blocks(
     found: list[Plan] = []
     for kind, cut in (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)):
         try:
-            sized = _sized(calls, kind, cut, variant, probe)
+            sized = _sized(calls, kind, cut, variant, target, probe)
         except SramTooSmallError as e:
             refusals.append(e)
             continue
@@ -147,7 +144,14 @@ def _apart(before: Call, call: Call, cut: Callable[[Call, Call], bool]) -> bool:
     return row_domain(before) != domain or (domain == "tokens" and cut(before, call))
 
 
-def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], variant: Variant, probe: Probe) -> Plan:
+def _sized(
+    calls: Sequence[Call],
+    kind: str,
+    cut: Callable[[Call, Call], bool],
+    variant: Variant,
+    target: Target,
+    probe: Probe,
+) -> Plan:
     """Each region with the largest block that fits."""
     sizes: dict[tuple[object, ...], int] = {}
     regions: list[Region] = []
@@ -164,7 +168,7 @@ def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], 
         key = tuple(_signature(c) for c in few)
         if key not in sizes:
             try:
-                sizes[key] = _largest(few, variant, probe)
+                sizes[key] = _largest(few, variant, target, probe)
             except SramTooSmallError as e:
                 refusals.append(e)
                 sizes[key] = 0
@@ -174,7 +178,7 @@ def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], 
     return Plan(tuple(regions), kind)
 
 
-def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
+def _largest(calls: Sequence[Call], variant: Variant, target: Target, probe: Probe) -> int:
     """The largest block that fits, evened out over the bucket.
 
     Raises:
@@ -188,18 +192,19 @@ def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
             return e
         return None
 
-    low, high = 1, max(1, variant.seq // BLOCK_MULTIPLE)  # in multiples: low fits, high does not
-    refusal = fits(low * BLOCK_MULTIPLE)
+    multiple = int(target.tiling.block_rows.value)
+    low, high = 1, max(1, variant.seq // multiple)  # in multiples: low fits, high does not
+    refusal = fits(low * multiple)
     if refusal is not None:
         raise refusal
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
-        if fits(middle * BLOCK_MULTIPLE) is None:
+        if fits(middle * multiple) is None:
             low = middle
         else:
             high = middle
-    count = -(-variant.seq // (low * BLOCK_MULTIPLE))
-    return min(low * BLOCK_MULTIPLE, align(-(-variant.seq // count), BLOCK_MULTIPLE))
+    count = -(-variant.seq // (low * multiple))
+    return min(low * multiple, align(-(-variant.seq // count), multiple))
 
 
 def _signature(call: Call) -> tuple[object, ...]:
