@@ -29,7 +29,8 @@ TILE_ALIGN = 64
 """Alignment in bytes of a tile, and of the end of its scales and of its bias."""
 
 COLS_ALIGN = 32
-"""`cols_padded` is a multiple of this many columns."""
+"""`cols_padded` is a multiple of this many columns. It and `TILE_ALIGN` are the format's, the same for every target:
+tiles are read by their layout alone."""
 
 GROUPS = (32, 64, 128)
 """Group sizes along the columns of formats with a scale per group."""

@@ -20,9 +20,6 @@ StateDType = Literal["bf16", "f32", "i8"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "f32": 4, "i8": 1}
 
-ROW_MULTIPLE = 16
-"""Rows of a growing state are padded to a multiple of this: the tile of the layout (``docs/calbin.md``)."""
-
 
 class StateSpec(Frozen):
     """One state.
@@ -45,16 +42,21 @@ class StateSpec(Frozen):
     growth: Growth = "token"
     window: int | None = Field(default=None, gt=0)
 
-    def rows(self, capacity: int, tile: int) -> int:
-        """Rows of one slot in memory, for `capacity` tokens and `tile` rows that are read at once at most.
+    def rows(self, capacity: int, tile: int, multiple: int) -> int:
+        """Rows of one slot in memory.
 
         A ring that would be as long as the capacity is no ring: its rows lie at their positions.
+
+        Args:
+            capacity: tokens.
+            tile: rows that are read at once at most, a multiple of `multiple`.
+            multiple: what rows are padded to, the target's `state_rows`.
         """
         if self.growth == "fixed":
             return 1
-        whole = align(capacity, ROW_MULTIPLE)
+        whole = align(capacity, multiple)
         if self.growth == "ring" and self.window is not None:
-            return min(whole, align(self.window, min(tile, align(self.window, ROW_MULTIPLE))))
+            return min(whole, align(self.window, min(tile, align(self.window, multiple))))
         return whole
 
     def row_bytes(self, heads: int | None = None) -> int:

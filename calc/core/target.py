@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from calc.core.errors import Problem, UsageError
 from calc.core.spec import Frozen
@@ -84,12 +84,35 @@ class Costs(Frozen):
 
 
 class Tiling(Frozen):
-    """The compiler's choices for this chip."""
+    """The compiler's choices for this chip.
+
+    Attributes:
+        weight_tile: bytes of a packed weight tile at most.
+        weight_ring: slots of the weight ring.
+        row_multiple: rows of a weight tile are a multiple of this.
+        score_tile: bytes of the f32 scores of one attention tile at most.
+        key_tile: keys of one attention tile at most.
+        key_block: keys that a block of queries is sized for.
+        activation_row: elements that an activation's rows are padded to.
+        block_rows: rows of a block are a multiple of this.
+        state_rows: rows of a growing state, and keys of an attention tile, are a multiple of this.
+    """
 
     weight_tile: Whole
     weight_ring: Whole
     row_multiple: Whole
     score_tile: Whole
+    key_tile: Whole
+    key_block: Whole
+    activation_row: Whole
+    block_rows: Whole
+    state_rows: Whole
+
+    @model_validator(mode="after")
+    def _tiles_of_whole_rows(self) -> Tiling:
+        if self.key_tile.value % self.state_rows.value:
+            raise ValueError("key_tile must be a multiple of state_rows, in which keys are stored")
+        return self
 
 
 class Target(Frozen):

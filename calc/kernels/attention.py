@@ -11,7 +11,7 @@ from calc.core.isa import Alu, DType, Engine, Fn, Op, Red
 from calc.core.numerics import MASKED
 from calc.core.roles import state_of
 from calc.core.schemes import Scheme
-from calc.core.state import ROW_MULTIPLE, StateSpec
+from calc.core.state import StateSpec
 from calc.kernels.base import Attrs, Call, Constraint, Example, Kernel, Numerics, Work, softcap_positive, store
 from calc.kernels.program import Dim, Reg, View, dense
 
@@ -158,10 +158,11 @@ class _Flash:
         per_key = self.heads * 4
         choices, limit = low.choices, low.tokens.limit
         self.q_block = 1 if self.decode else min(limit, max(1, choices.score_bytes // (per_key * choices.key_block)))
-        fits = min(choices.kv_tile, choices.score_bytes // (per_key * self.q_block), self.keys.rows)
-        self.tile = max(ROW_MULTIPLE, fits // ROW_MULTIPLE * ROW_MULTIPLE)
+        fits = min(choices.key_tile, choices.score_bytes // (per_key * self.q_block), self.keys.rows)
+        unit = choices.state_rows
+        self.tile = max(unit, fits // unit * unit)
         while self.keys.ring and self.keys.rows % self.tile:
-            self.tile -= ROW_MULTIPLE  # a tile must not cross the ring's end
+            self.tile -= unit  # a tile must not cross the ring's end
 
     def emit(self) -> None:
         """Write k and v, and attend; sequence by sequence of the batch."""

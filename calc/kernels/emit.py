@@ -29,6 +29,7 @@ from calc.core.isa import (
     Tile,
 )
 from calc.core.packing import align
+from calc.core.target import PLACED
 from calc.kernels.program import Buffer, Dim, Instr, LoopNode, Packed, Plain, Reg, Term, TileRef, View, dense
 
 
@@ -46,7 +47,7 @@ class Emitter:
         self._free = list(range(REGISTERS - 1, -1, -1))
         self._step = 0
         self._ring_slots = ring_slots
-        self._ring_slot_bytes = align(ring_bytes, 64)
+        self._ring_slot_bytes = align(ring_bytes, PLACED)
         self.ring = Buffer("weight_ring", Space.SRAM, ring_slots * self._ring_slot_bytes, manual=True)
         self.buffers.append(self.ring)
         self.source("weight_ring")
@@ -97,13 +98,13 @@ class Emitter:
 
     def sram(self, name: str, nbytes: int, *, manual: bool = False) -> Buffer:
         """A new SRAM buffer of `nbytes`."""
-        b = Buffer(f"{self.nodes[-1] if self.nodes else ''}:{name}", Space.SRAM, align(max(nbytes, 1), 64), manual)
+        b = Buffer(f"{self.nodes[-1] if self.nodes else ''}:{name}", Space.SRAM, align(max(nbytes, 1), PLACED), manual)
         self.buffers.append(b)
         return b
 
     def spill(self, name: str, nbytes: int) -> Buffer:
         """A new buffer in the chip's DRAM scratch, `nbytes` long."""
-        b = Buffer(f"{self.nodes[-1] if self.nodes else ''}:{name}", Space.DRAM, align(max(nbytes, 1), 64))
+        b = Buffer(f"{self.nodes[-1] if self.nodes else ''}:{name}", Space.DRAM, align(max(nbytes, 1), PLACED))
         self.spills.append(b)
         return b
 

@@ -14,6 +14,7 @@ from calc.core.isa import ITEMSIZE, Alu, DType, Engine, Fn, Op, Red, Space
 from calc.core.packing import align
 from calc.core.schemes import Scheme
 from calc.core.state import StateSpec
+from calc.core.target import Tiling
 from calc.core.variant import Variant
 from calc.kernels.base import Call
 from calc.kernels.emit import Emitter
@@ -40,17 +41,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Act:
-    """An activation in SRAM: [rows, width], rows `row_bytes` apart."""
+    """An activation in SRAM or, spilled, in DRAM: [rows, width], rows `row_bytes` apart."""
 
     buf: Buffer
     width: int
     rows: Rows
+    row_bytes: int
     dtype: DType = DType.BF16
-
-    @property
-    def row_bytes(self) -> int:
-        """Distance between rows."""
-        return row_bytes(self.width, self.dtype)
 
     @property
     def view(self) -> View:
@@ -62,15 +59,6 @@ class Act:
         """``heads(d)``: steps (row, head, column) for heads of width d."""
         size = ITEMSIZE[self.dtype]
         return lambda d: View(self.buf, self.dtype, (self.row_bytes, d * size, size))
-
-
-ROW_ELEMENTS = 32
-"""Elements that an activation row in memory is padded to: the columns of a packed tile (`packing.COLS_ALIGN`)."""
-
-
-def row_bytes(width: int, dtype: DType) -> int:
-    """Distance between rows of an activation in memory."""
-    return align(width, ROW_ELEMENTS) * ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
@@ -125,17 +113,32 @@ class ChipMemory:
 
 @dataclass(frozen=True)
 class Choices:
-    """Tile sizes the target asks for.
+    """Sizes the target asks for, from its `Tiling`.
 
     Attributes:
         score_bytes: f32 attention scores of one tile, at most this many bytes.
-        kv_tile: keys per tile at most.
+        key_tile: keys per tile at most.
         key_block: keys that a block of queries is sized for.
+        activation_row: elements that rows of activations are padded to.
+        state_rows: rows that rows of states are padded to; tiles of keys are a multiple.
     """
 
     score_bytes: int
-    kv_tile: int
-    key_block: int = 128
+    key_tile: int
+    key_block: int
+    activation_row: int
+    state_rows: int
+
+    @staticmethod
+    def of(tiling: Tiling) -> Choices:
+        """A target's."""
+        return Choices(
+            score_bytes=int(tiling.score_tile.value),
+            key_tile=int(tiling.key_tile.value),
+            key_block=int(tiling.key_block.value),
+            activation_row=int(tiling.activation_row.value),
+            state_rows=int(tiling.state_rows.value),
+        )
 
 
 @dataclass
@@ -222,7 +225,12 @@ class Lowering:
     def scratch(self, name: str, width: int, dtype: DType = DType.F32, rows: Rows | None = None) -> Act:
         """An activation that lives within one kernel."""
         rows = self.tokens if rows is None else rows
-        return Act(self.em.sram(name, rows.limit * row_bytes(width, dtype)), width, rows, dtype)
+        row = self.row_bytes(width, dtype)
+        return Act(self.em.sram(name, rows.limit * row), width, rows, row, dtype)
+
+    def row_bytes(self, width: int, dtype: DType) -> int:
+        """Distance between rows of an activation in memory."""
+        return align(width, self.choices.activation_row) * ITEMSIZE[dtype]
 
     def spill(self, value: str, limit: int) -> None:
         """Store the block's rows of a value to DRAM, in memory for `limit` rows of the call."""
@@ -234,8 +242,8 @@ class Lowering:
     def give_home(self, value: str, width: int, limit: int, dtype: DType = DType.BF16) -> None:
         """Reserve DRAM for `limit` rows of a value, once."""
         if value not in self.spilled:
-            buf = self.em.spill(value, limit * row_bytes(width, dtype))
-            self.spilled[value] = Act(buf, width, Rows(limit, limit), dtype)
+            row = self.row_bytes(width, dtype)
+            self.spilled[value] = Act(self.em.spill(value, limit * row), width, Rows(limit, limit), row, dtype)
 
     def fetch(self, value: str) -> None:
         """Load the block's rows of a value that an earlier block loop has spilled."""

@@ -47,7 +47,7 @@ from calc.core.numerics import Loss, bf16_loss, to_bf16
 from calc.core.options import Progress
 from calc.core.roles import ROLES, Tensor, is_kv
 from calc.core.spec import ModelSpec
-from calc.core.state import ROW_MULTIPLE, StateSpec
+from calc.core.state import StateSpec
 from calc.core.tensors import DTYPES
 from calc.core.variant import Variant
 from calc.kernels import registry
@@ -351,7 +351,7 @@ def _states(c: Compiled) -> StateLayout:
                 parts=tuple(parts),
             )
         )
-    return StateLayout(slots=p.slots, capacity=p.capacity, tile=ROW_MULTIPLE, states=tuple(out))
+    return StateLayout(slots=p.slots, capacity=p.capacity, tile=p.state_rows, states=tuple(out))
 
 
 def _dram(c: Compiled) -> tuple[MemoryRegion, ...]:

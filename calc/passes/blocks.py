@@ -22,9 +22,6 @@ from calc.kernels import registry
 from calc.kernels.base import Call
 from calc.passes.allocate import SramTooSmallError
 
-BLOCK_MULTIPLE = 16
-"""Rows of a block are a multiple of this: the lanes that a block of queries fills."""
-
 Probe = Callable[["Plan"], None]
 """Lowers under a plan, as far as the SRAM; raises SramTooSmallError where it does not fit."""
 
@@ -92,14 +89,15 @@ def plan_blocks(
     if _refusal(probe, everything) is None:
         plan = _priced(everything, variant, target, weight_bytes)
         return plan, (plan,)
+    unit = int(target.tiling.block_rows.value)
     kinds = _cuts(calls) if variant.seq > 1 else {}
     found = []
     for kind, cuts in kinds.items():
-        sized = _settled(_sized(calls, kind, cuts, variant, probe), probe)
+        sized = _settled(_sized(calls, kind, cuts, variant, unit, probe), unit, probe)
         if sized is not None:
             found.append(_priced(sized, variant, target, weight_bytes))
     if not found:
-        least = [everything, *(_smallest(calls, kind, cuts) for kind, cuts in kinds.items())]
+        least = [everything, *(_smallest(calls, kind, cuts, unit) for kind, cuts in kinds.items())]
         refusals = [e for e in (_refusal(probe, p) for p in least) if e is not None]
         raise min(refusals, key=lambda e: e.missing)
     return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
@@ -151,7 +149,7 @@ def _runs(calls: Sequence[Call], cuts: Cuts) -> Iterator[tuple[Call, ...]]:
         yield tuple(run)
 
 
-def _sized(calls: Sequence[Call], kind: str, cuts: Cuts, variant: Variant, probe: Probe) -> Plan | None:
+def _sized(calls: Sequence[Call], kind: str, cuts: Cuts, variant: Variant, unit: int, probe: Probe) -> Plan | None:
     """Each region with the largest block that fits it alone; None where a region has none."""
     sizes: dict[tuple[object, ...], int] = {}
     regions: list[Region] = []
@@ -162,51 +160,49 @@ def _sized(calls: Sequence[Call], kind: str, cuts: Cuts, variant: Variant, probe
         few = _distinct(run)
         key = tuple(_signature(c) for c in few)
         if key not in sizes:
-            sizes[key] = _largest(few, variant, probe)
+            sizes[key] = _largest(few, variant, unit, probe)
         if not sizes[key]:
             return None
         regions.append(Region(run, sizes[key]))
     return Plan(tuple(regions), kind)
 
 
-def _smallest(calls: Sequence[Call], kind: str, cuts: Cuts) -> Plan:
+def _smallest(calls: Sequence[Call], kind: str, cuts: Cuts, unit: int) -> Plan:
     """The plan that needs least of the SRAM: blocks as small as they get."""
     return Plan(
-        tuple(Region(run, None if row_domain(run[0]) == "sequences" else BLOCK_MULTIPLE) for run in _runs(calls, cuts)),
+        tuple(Region(run, None if row_domain(run[0]) == "sequences" else unit) for run in _runs(calls, cuts)),
         kind,
     )
 
 
-def _settled(plan: Plan | None, probe: Probe) -> Plan | None:
+def _settled(plan: Plan | None, unit: int, probe: Probe) -> Plan | None:
     """The plan, its blocks made smaller until all of it fits: regions share the SRAM's fragmentation."""
     while plan is not None and _refusal(probe, plan) is not None:
         largest = max(r.block or 0 for r in plan.regions)
-        if largest <= BLOCK_MULTIPLE:
+        if largest <= unit:
             return None
-        less = [
-            r if r.block is None else replace(r, block=min(r.block, largest - BLOCK_MULTIPLE)) for r in plan.regions
-        ]
+        less = [r if r.block is None else replace(r, block=min(r.block, largest - unit)) for r in plan.regions]
         plan = replace(plan, regions=tuple(less))
     return plan
 
 
-def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
+def _largest(calls: Sequence[Call], variant: Variant, unit: int, probe: Probe) -> int:
     """The largest block that fits, evened out over the bucket; 0 where not even the smallest does."""
 
     def fits(block: int) -> bool:
         return _refusal(probe, Plan((Region(tuple(calls), block),))) is None
 
-    low, high = 1, max(2, variant.seq // BLOCK_MULTIPLE + 1)  # in multiples: low fits, high does not
-    if not fits(low * BLOCK_MULTIPLE):
+    low, high = 1, max(2, variant.seq // unit + 1)  # in multiples: low fits, high does not
+    if not fits(low * unit):
         return 0
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
-        if fits(middle * BLOCK_MULTIPLE):
+        if fits(middle * unit):
             low = middle
         else:
             high = middle
-    count = -(-variant.seq // (low * BLOCK_MULTIPLE))
-    return min(low * BLOCK_MULTIPLE, align(-(-variant.seq // count), BLOCK_MULTIPLE))
+    count = -(-variant.seq // (low * multiple))
+    return min(low * multiple, align(-(-variant.seq // count), multiple))
 
 
 def _signature(call: Call) -> tuple[object, ...]:

@@ -28,9 +28,6 @@ from calc.passes.blocks import Plan, Region, plan_blocks, row_domain
 from calc.passes.encode import encode
 from calc.passes.sync import Sync
 
-KV_TILE = 512
-"""Keys per attention tile at most, for batch 1 decode; prefill's score budget makes it smaller."""
-
 
 @dataclass(frozen=True)
 class ChipProgram:
@@ -114,8 +111,7 @@ def _emit(plan: Plan, variant: Variant, chips: Mapping[int, ChipMemory], target:
             int(target.tiling.weight_ring.value),
             int(target.tiling.weight_tile.value),
         )
-        choices = Choices(int(target.tiling.score_tile.value), KV_TILE)
-        parts[chip] = Lowering(em, variant, mem, choices)
+        parts[chip] = Lowering(em, variant, mem, Choices.of(target.tiling))
     _give_homes(plan, parts, variant)
     later = _needed_later(plan)
     for i, region in enumerate(plan.regions):

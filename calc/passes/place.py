@@ -15,8 +15,7 @@ from calc.core.isa import Space
 from calc.core.packing import TileLayout, align
 from calc.core.schemes import Scheme
 from calc.core.spec import ModelSpec
-from calc.core.state import ROW_MULTIPLE
-from calc.core.target import PLACED, Target
+from calc.core.target import PLACED, Target, Tiling
 from calc.core.tensors import RowsTensor
 from calc.core.variant import Variant
 from calc.kernels import registry
@@ -25,7 +24,7 @@ from calc.kernels.linear import LinearAttrs
 from calc.kernels.lowering import ChipMemory, StateBuffer
 from calc.kernels.program import Buffer, Packed, Plain
 from calc.passes.base import Graph, StatePart
-from calc.passes.lower import KV_TILE, io_buffers
+from calc.passes.lower import io_buffers
 from calc.passes.pack import Placed
 
 PAGE = 4096
@@ -44,6 +43,7 @@ class Placement:
         io_bytes: bytes of inputs and outputs, on each chip.
         capacity: tokens that a slot holds.
         slots: slots of the states.
+        state_rows: what rows of a growing state are padded to.
     """
 
     chips: Mapping[int, ChipMemory]
@@ -53,6 +53,7 @@ class Placement:
     io_bytes: int
     capacity: int
     slots: int
+    state_rows: int
 
 
 def weight_handle(call: Call, formal: str, scheme: Scheme, target: Target, offset: int) -> Packed:
@@ -117,14 +118,21 @@ def place(
     chips, state_bytes = {}, {}
     for chip, items in placed.items():
         shard = align(end[chip], PAGE)  # a chip without work has none
-        states, at = _states(g, calls, chip, shard, max_seq_len, slots)
+        states, at = _states(g, calls, chip, shard, max_seq_len, slots, target.tiling)
         state_bytes[chip] = at - shard
         handles = {n: p.handle for n, p in items.items()}
         # inputs and outputs are laid out per sub-model at lowering time, from the same base
         io = {"io": Buffer("io", Space.DRAM, io_bytes, base=at)}
         chips[chip] = ChipMemory(handles, shard, states, io, align(at + io_bytes, PLACED))
     out = Placement(
-        chips, {c: tuple(p.values()) for c, p in placed.items()}, g.parts, state_bytes, io_bytes, max_seq_len, slots
+        chips,
+        {c: tuple(p.values()) for c, p in placed.items()},
+        g.parts,
+        state_bytes,
+        io_bytes,
+        max_seq_len,
+        slots,
+        int(target.tiling.state_rows.value),
     )
     check_capacity(out, {}, target, max(v.seq for v in variants))
     return out
@@ -180,7 +188,8 @@ def _tokens_that_fit(memory: ChipMemory, p: Placement, room: int) -> int:
     grows = [s for s in memory.states.values() if s.spec.growth != "fixed" and not s.ring]
     fixed = sum(s.buf.nbytes for s in memory.states.values()) - sum(s.buf.nbytes for s in grows)
     per_token = sum(p.slots * s.row_bytes for s in grows)
-    return max(0, (room // PAGE * PAGE - p.io_bytes - fixed) // max(1, per_token) // ROW_MULTIPLE * ROW_MULTIPLE)
+    tokens = (room // PAGE * PAGE - p.io_bytes - fixed) // max(1, per_token)
+    return max(0, tokens // p.state_rows * p.state_rows)
 
 
 def _what_fits(tokens: int, bucket: int) -> str:
@@ -191,11 +200,11 @@ def _what_fits(tokens: int, bucket: int) -> str:
 
 
 def _states(
-    g: Graph, calls: Sequence[Call], chip: int, base: int, capacity: int, slots: int
+    g: Graph, calls: Sequence[Call], chip: int, base: int, capacity: int, slots: int, tiling: Tiling
 ) -> tuple[dict[str, StateBuffer], int]:
     """The states that a chip's calls use, each once, in order; by the graph input that stands for them."""
     out: dict[str, StateBuffer] = {}
-    at = base
+    at, multiple = base, int(tiling.state_rows.value)
     for call in calls:
         if call.chip != chip:
             continue
@@ -205,9 +214,9 @@ def _states(
                 continue  # another layer's
             part = g.parts.get(value)
             whole = spec if part is None else spec.model_copy(update={"name": part.state, "heads": part.total})
-            rows = whole.rows(capacity, KV_TILE)
+            rows = whole.rows(capacity, int(tiling.key_tile.value), multiple)
             size = slots * rows * whole.row_bytes(spec.heads)
-            ring = whole.growth == "ring" and rows < align(capacity, ROW_MULTIPLE)
+            ring = whole.growth == "ring" and rows < align(capacity, multiple)
             out[value] = StateBuffer(whole, Buffer(whole.name, Space.DRAM, size, base=at), spec.heads, rows, ring)
             at = align(at + size, PLACED)
     return out, at

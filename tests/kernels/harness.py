@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -11,7 +13,7 @@ from onnx import TensorProto, helper
 from calc.core.isa import Alu, DType, Space
 from calc.core.packing import TileLayout
 from calc.core.schemes import Scheme
-from calc.core.target import load_target
+from calc.core.target import Target, load_target
 from calc.core.variant import Variant
 from calc.kernels.base import Attrs, Call, Example, Kernel, Numerics
 from calc.kernels.emit import Emitter
@@ -126,6 +128,11 @@ def _pack(kernel: Kernel, attrs: Attrs, values, schemes, tile_rows):
     return handles, shard
 
 
+def small_tiles(target: Target) -> Choices:
+    """The target's sizes with small attention tiles, so that an example has several."""
+    return replace(Choices.of(target.tiling), score_bytes=8192, key_tile=32)
+
+
 class Bench:
     """One kernel call on a machine of one chip: its inputs in DRAM, its program, its outputs.
 
@@ -160,7 +167,7 @@ class Bench:
         states = {}
         for formal, spec in kernel.states(self.call).items():
             _, heads, capacity, _ = values[formal].shape
-            rows = spec.rows(capacity, 32) if ring else capacity
+            rows = spec.rows(capacity, 32, 16) if ring else capacity
             buf = Buffer(formal, Space.DRAM, rows * spec.row_bytes(), base=at)
             states[formal] = StateBuffer(spec, buf, heads, rows, ring and rows < capacity)
             at += -(-buf.nbytes // 64) * 64
@@ -182,7 +189,7 @@ class Bench:
 
     def _lower(self, block: int | None) -> ChipProgram:
         em = Emitter(weight_region("weights", len(self.shard), 0), 3, 1 << 20)
-        low = Lowering(em, self.variant, self.memory, Choices(8192, 32))
+        low = Lowering(em, self.variant, self.memory, small_tiles(self.target))
         seq = self.variant.seq
         if seq == 1:
             low.begin(low.sequences, None)

@@ -149,7 +149,7 @@ def test_blocks_cover_the_bucket_evenly(tmp_path: Path, kind: str, force: Callab
     assert sizes
     for region in plan.regions:
         if region.block is not None:
-            assert region.block % blocks.BLOCK_MULTIPLE == 0
+            assert region.block % 16 == 0
             assert (region.blocks(SEQ) - 1) * region.block < SEQ <= region.blocks(SEQ) * region.block
     assert [c.name for r in plan.regions for c in r.calls] == [c.name for c in all_calls(tmp_path)]
 
