@@ -201,8 +201,8 @@ def _largest(calls: Sequence[Call], variant: Variant, unit: int, probe: Probe) -
             low = middle
         else:
             high = middle
-    count = -(-variant.seq // (low * multiple))
-    return min(low * multiple, align(-(-variant.seq // count), multiple))
+    count = -(-variant.seq // (low * unit))
+    return min(low * unit, align(-(-variant.seq // count), unit))
 
 
 def _signature(call: Call) -> tuple[object, ...]:
