@@ -23,7 +23,7 @@ Positive = Annotated[int, Field(gt=0, le=2**62)]
 Dims = Annotated[tuple[Count, ...], Field(max_length=8)]
 DTypeName = Literal["f32", "bf16", "i8", "i32", "u8"]
 
-WEIGHT_FORMATS = ("f32", "rows_bf16", *FORMATS)
+WEIGHT_FORMATS = ("f32", *FORMATS)
 SchemeName = Annotated[str, one_of(schemes), WithJsonSchema({"type": "string", "enum": list(schemes())})]
 WeightFormat = Annotated[
     str, one_of(lambda: WEIGHT_FORMATS), WithJsonSchema({"type": "string", "enum": list(WEIGHT_FORMATS)})
@@ -94,7 +94,7 @@ class WeightDesc(Frozen):
     """A weight in a chip's shard.
 
     The formats of `calc.core.packing` are packed GEMM tiles (``docs/calbin.md``): `tile_rows` rows each, the last may
-    be short. `f32` and `rows_bf16` are plain row-major arrays. `sources` are the checkpoint tensors it was made from.
+    be short. `f32` is a plain row-major array. `sources` are the checkpoint tensors it was made from.
     """
 
     name: Name
@@ -109,7 +109,6 @@ class WeightDesc(Frozen):
     bias: bool = False
     experts: Count = 0
     sources: tuple[Name, ...]
-    digest: Sha256 | None = None
 
 
 class ShardDesc(Frozen):

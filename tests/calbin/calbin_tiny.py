@@ -193,15 +193,14 @@ def shard(chip: int) -> tuple[list[dict], bytes]:
                 "bias": False,
                 "experts": 0,
                 "sources": (f"model.{name}.weight",),
-                "digest": hashlib.sha256(content).hexdigest(),
             }
             | more
         )
         data.extend(content)
 
     add("norm", np.ones(HIDDEN, np.float32).tobytes(), "f32", (HIDDEN,), (HIDDEN,))
-    embed = np.ones((VOCAB, HIDDEN), ml_dtypes.bfloat16).tobytes()
-    add("embed", embed, "rows_bf16", (VOCAB, HIDDEN), (VOCAB, HIDDEN))
+    embed = TileLayout("bf16", VOCAB, HIDDEN, VOCAB)
+    add("embed", packed(embed, 5), "bf16", (VOCAB, HIDDEN), (VOCAB, HIDDEN), tile_rows=VOCAB)
     w8 = TileLayout("w8", 40, 48, 16, bias=True)
     add("qkv", packed(w8, 1), "w8", (40, 48), (40, 64), tile_rows=16, bias=True)
     w4 = TileLayout("w4", 40, 72, 16, group=32)

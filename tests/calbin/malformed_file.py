@@ -197,7 +197,7 @@ field("24 number of experts", "CALBIN_WEIGHT_FORMAT", "weights[4].experts", 3, 0
 
 @edited("24 experts of a plain weight", "CALBIN_WEIGHT_SHAPE")
 def _(m: dict) -> None:
-    m["weights"][1]["experts"] = 3
+    m["weights"][0]["experts"] = 3
 
 
 field("25 a section's end wraps", "CALBIN_OUTSIDE", "sections[0].nbytes", 2**62)

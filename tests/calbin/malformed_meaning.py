@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 from calbin_tiny import CAPACITY, IO_BASE, KV_BASE, VOCAB, Parts, assemble, program
 from malformed import CASES, Case, damaged, edited, field
@@ -346,8 +344,6 @@ def scale(name: str, code: str, weight: int, layout: TileLayout, tile: int, wher
         content = bytearray(parts.content("weights.0"))
         content[at : at + len(value)] = value
         parts.replace("weights.0", bytes(content))
-        for w in parts.manifest["weights"]:
-            w["digest"] = None
         return assemble(parts)
 
     CASES.append(Case(f"49 {name}", code, damage, deep=True))
@@ -365,15 +361,10 @@ field("49 number of scales", "CALBIN_WEIGHT_BYTES", "weights[3].group", 64)
 field("49 no such group", "CALBIN_WEIGHT_FORMAT", "weights[3].group", 33, 0)
 field("49 the scheme says another group", "CALBIN_QUANT", "quantization[1].group", 64)
 field("49 the scheme says another format", "CALBIN_QUANT", "quantization[0].scheme", "w4a16", "w4z", "bf16")
+field("49 a scheme for a plain array", "CALBIN_QUANT", "weights[2].format", "f32")
 field("49 no such scheme", "CALBIN_ENUM", "quantization[0].scheme", "w2a2", "")
-field("49 no such format", "CALBIN_ENUM", "weights[3].format", "w2", "W4")
+field("49 no such format", "CALBIN_ENUM", "weights[3].format", "w2", "W4", "rows_bf16")
 field("49 tiles of another format", "CALBIN_QUANT", "weights[3].format", "w4z")
-
-
-@damaged("49 a weight's digest", "CALBIN_WEIGHT_DIGEST", deep=True)
-def _(parts: Parts) -> bytes:
-    parts.manifest["weights"][0]["digest"] = hashlib.sha256(b"").hexdigest()
-    return assemble(parts)
 
 
 # -- 50-56 -----------------------------------------------------------------------------------------------------------

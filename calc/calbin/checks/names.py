@@ -142,10 +142,6 @@ def _check_chips(ctx: Context) -> None:
                 )
 
 
-_PLAIN = ("rows_bf16", "f32")
-"""Formats of a bf16 weight besides its tiles."""
-
-
 def check_quantization(ctx: Context) -> None:
     """CALBIN_REFERENCE, CALBIN_QUANT."""
     weights = {w.name: w for w in ctx.manifest.weights}
@@ -163,10 +159,9 @@ def check_quantization(ctx: Context) -> None:
             )
         seen.add(entry.weight)
         packed = schemes()[entry.scheme].format.name
-        formats = (packed, *_PLAIN) if entry.scheme == "bf16" else (packed,)
-        if weight.format not in formats or entry.group != weight.group:
+        if weight.format != packed or entry.group != weight.group:
             what = "the scheme does not fit the weight's format"
-            expected = f"format {' or '.join(formats)}, group {entry.group}"
+            expected = f"format {packed}, group {entry.group}"
             ctx.report.add(
                 "CALBIN_QUANT", path, what, expected=expected, got=f"format {weight.format}, group {weight.group}"
             )

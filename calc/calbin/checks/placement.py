@@ -187,9 +187,6 @@ def check_weights(ctx: Context) -> None:
         _check_spans(ctx, spans[shard.chip], shard.nbytes, MAX_HOLE, ("shards", i))
 
 
-_ITEM = {"f32": 4, "rows_bf16": 2}
-
-
 def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
     """CALBIN_WEIGHT_SHAPE, CALBIN_WEIGHT_BYTES, CALBIN_WEIGHT_FORMAT for one weight."""
     shape, padded = weight.shape, weight.padded_shape
@@ -211,8 +208,8 @@ def check_weight(ctx: Context, weight: WeightDesc, path: Path) -> None:
             got=padded,
         )
         return
-    if weight.format in _ITEM:
-        expected = prod(padded) * _ITEM[weight.format]
+    if weight.format == "f32":
+        expected = prod(padded) * 4
         if weight.experts and shape[0] != weight.experts:
             what = "a plain weight of experts has them as its first axis"
             ctx.report.add("CALBIN_WEIGHT_SHAPE", (*path, "experts"), what, expected=shape[0], got=weight.experts)
