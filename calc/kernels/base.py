@@ -114,6 +114,8 @@ class Kernel(ABC):
     """Whether the kernel reads what another chip has made, over the link."""
     by_row: tuple[str, ...] = ()
     """Inputs of which the kernel picks rows itself: they need not lie in SRAM."""
+    gathers: tuple[str, ...] = ()
+    """Matrices of which it reads a row per token and not all."""
 
     @abstractmethod
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:

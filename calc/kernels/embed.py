@@ -19,6 +19,7 @@ class Embed(Kernel):
 
     name = "Embed"
     loads = IDS
+    gathers = ("table",)
 
     def formals(self, attrs: Mapping[str, Attr]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("ids", "table"), ("y",)

@@ -47,9 +47,10 @@ class Plan:
     Attributes:
         regions: see `Region`.
         kind: which candidate it is.
-        weight_bytes: bytes of weights that a full bucket reads.
+        weight_bytes: bytes of packed weights that a full bucket streams.
         spill_bytes: bytes of activations that a full bucket writes to DRAM and reads back.
         cycles: what that and the MACs take at the target's rates, engines overlapping.
+        outlive: where the plan is a piece of the whole, the values that the rest reads.
     """
 
     regions: tuple[Region, ...]
@@ -57,6 +58,7 @@ class Plan:
     weight_bytes: int = 0
     spill_bytes: int = 0
     cycles: int = 0
+    outlive: frozenset[str] = frozenset()
 
 
 def row_domain(call: Call) -> str:
@@ -82,31 +84,58 @@ def plan_blocks(
         probe: see `Probe`.
 
     Returns:
-        The plan, and every candidate that fits.
+        The plan, which was probed last, and all candidates, it among them.
 
     Raises:
         SramTooSmallError: SRAM_TOO_SMALL when not even the smallest block fits: what is missing for the best plan.
     """
+    refusals: list[SramTooSmallError] = []
+    everything = _priced(whole(calls), variant, target, weight_bytes)
     try:
-        probe(_priced(whole(_distinct(calls)), variant, target, weight_bytes))
+        probe(whole(_distinct(calls)))  # cheap, and tells nearly always
+        probe(everything)
     except SramTooSmallError as e:
         if variant.seq == 1:
             raise
-        refusals = [e]
+        refusals.append(e)
     else:
-        plan = _priced(whole(calls), variant, target, weight_bytes)
-        return plan, (plan,)
+        return everything, (everything,)
     found: list[Plan] = []
     for kind, cut in (("whole", _cut_never), ("halves", _cut_halves), ("calls", _cut_always)):
         try:
-            sized = _sized(calls, kind, cut, variant, probe)
+            found.append(_priced(_sized(calls, kind, cut, variant, probe), variant, target, weight_bytes))
         except SramTooSmallError as e:
             refusals.append(e)
-            continue
-        found.append(_priced(sized, variant, target, weight_bytes))
-    if not found:
-        raise min(refusals, key=lambda e: e.missing)
-    return min(found, key=lambda p: (p.cycles, p.weight_bytes + p.spill_bytes)), tuple(found)
+    while found:
+        best = min(found, key=_cost)
+        try:
+            probe(best)
+        except SramTooSmallError as e:
+            refusals.append(e)
+            found.remove(best)
+            smaller = _smaller(best)
+            if smaller is not None:
+                found.append(_priced(smaller, variant, target, weight_bytes))
+        else:
+            return best, tuple(found)
+    raise min(refusals, key=lambda e: e.missing)
+
+
+def _cost(plan: Plan) -> tuple[int, int]:
+    return plan.cycles, plan.weight_bytes + plan.spill_bytes
+
+
+def _smaller(plan: Plan) -> Plan | None:
+    """The plan with the next smaller blocks, None where they are the smallest.
+
+    What a region needs was found on the layers that differ; all of them together may need a little more, since what
+    the first one makes lives until the last one has read it.
+    """
+    largest = max((r.block for r in plan.regions if r.block is not None), default=0)
+    if largest <= BLOCK_MULTIPLE:
+        return None
+    regions = tuple(replace(r, block=largest - BLOCK_MULTIPLE) if r.block == largest else r for r in plan.regions)
+    return replace(plan, regions=regions)
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -163,8 +192,10 @@ def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], 
         few = _distinct(run)
         key = tuple(_signature(c) for c in few)
         if key not in sizes:
+            inside = {id(c) for c in run}
+            outlive = frozenset(v for c in calls if id(c) not in inside for v in c.inputs.values())
             try:
-                sizes[key] = _largest(few, variant, probe)
+                sizes[key] = _largest(few, variant, probe, outlive)
             except SramTooSmallError as e:
                 refusals.append(e)
                 sizes[key] = 0
@@ -174,7 +205,7 @@ def _sized(calls: Sequence[Call], kind: str, cut: Callable[[Call, Call], bool], 
     return Plan(tuple(regions), kind)
 
 
-def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
+def _largest(calls: Sequence[Call], variant: Variant, probe: Probe, outlive: frozenset[str]) -> int:
     """The largest block that fits, evened out over the bucket.
 
     Raises:
@@ -183,7 +214,7 @@ def _largest(calls: Sequence[Call], variant: Variant, probe: Probe) -> int:
 
     def fits(block: int) -> SramTooSmallError | None:
         try:
-            probe(Plan((Region(tuple(calls), block),)))
+            probe(Plan((Region(tuple(calls), block),), outlive=outlive))
         except SramTooSmallError as e:
             return e
         return None
@@ -209,24 +240,25 @@ def _signature(call: Call) -> tuple[object, ...]:
 
 
 def _distinct(calls: Sequence[Call]) -> list[Call]:
-    """The calls without layers that look like one before: they need the same SRAM.
+    """The calls with the first and the last of layers that look alike: those between need the same SRAM.
 
-    What a dropped layer would have made is read from the layer that stands for it.
+    What a dropped layer would have made is read from the first one. What all of them share (RoPE tables) lives from
+    the first to the last.
     """
     layers: dict[tuple[int, int], list[Call]] = {}
     for c in calls:
         if c.layer is not None:
             layers.setdefault((c.layer, c.chip), []).append(c)
-    seen: dict[tuple[object, ...], list[Call]] = {}
+    alike: dict[tuple[object, ...], list[list[Call]]] = {}
+    for group in layers.values():
+        alike.setdefault(tuple(_signature(c) for c in group), []).append(group)
     keep: set[int] = set()
     instead: dict[str, str] = {}
-    for group in layers.values():
-        look = tuple(_signature(c) for c in group)
-        stands = seen.setdefault(look, group)
-        if stands is group:
-            keep.update(id(c) for c in group)
-        for c, other in zip(group, stands, strict=True):
-            instead.update(zip(c.outputs, other.outputs, strict=True))
+    for first, *others in alike.values():
+        keep.update(id(c) for group in (first, *others[-1:]) for c in group)
+        for group in others[:-1]:
+            for c, other in zip(group, first, strict=True):
+                instead.update(zip(c.outputs, other.outputs, strict=True))
     out = []
     for c in calls:
         if c.layer is None or id(c) in keep:
@@ -244,25 +276,42 @@ def _priced(plan: Plan, variant: Variant, target: Target, weight_bytes: Mapping[
     rows = variant.batch * variant.seq
     weights = spills = 0
     cycles = 0.0
-    made: dict[str, int] = {}
-    spilled: set[str] = set()
-    for i, region in enumerate(plan.regions):
+    moves = _moves(plan, variant)
+    for region, moved in zip(plan.regions, moves, strict=True):
         read = region.blocks(variant.seq) * sum(
-            weight_bytes.get(name, 0) for c in region.calls for name in dict.fromkeys(c.inputs.values())
+            weight_bytes.get(c.inputs[f], 0)
+            for c in region.calls
+            for f in registry()[c.op].weights(c.attrs)
+            if f not in registry()[c.op].gathers
         )
-        moved = 0
-        for c in region.calls:
-            for name in c.inputs.values():
-                home = made.get(name)
-                if home is not None and home != i and plan.regions[home].block is not None:
-                    size = 2 * _elements(c.shapes[name])
-                    moved += size + (0 if name in spilled else size)
-                    spilled.add(name)
-            made.update(dict.fromkeys(c.outputs, i))
         macs = sum(registry()[c.op].work(c, rows, variant.seq).macs for c in region.calls)
         weights, spills = weights + read, spills + moved
         cycles += max((read + moved) / target.rates.dram.value, macs / target.rates.mac_bf16.value)
     return replace(plan, weight_bytes=weights, spill_bytes=spills, cycles=round(cycles))
+
+
+def _moves(plan: Plan, variant: Variant) -> list[int]:
+    """Bytes that each region stores for later ones and loads of what earlier ones have stored."""
+    home: dict[str, tuple[int, Call]] = {}
+    out = [0] * len(plan.regions)
+    stored: set[str] = set()
+    for i, region in enumerate(plan.regions):
+        loaded: set[str] = set()
+        for c in region.calls:
+            for formal, name in c.inputs.items():
+                at, maker = home.get(name, (i, c))
+                if at == i or plan.regions[at].block is None:
+                    continue
+                size = (4 if maker.attrs.get("partial") else 2) * _elements(maker.shapes[name])
+                if name not in stored:
+                    out[at] += size
+                    stored.add(name)
+                if maker.chip == c.chip and name not in loaded:
+                    # of an input that a kernel picks rows of, one row of each sequence comes back
+                    out[i] += size // variant.seq if formal in registry()[c.op].by_row else size
+                    loaded.add(name)
+            home.update(dict.fromkeys(c.outputs, (i, c)))
+    return out
 
 
 def _elements(shape: Sequence[int]) -> int:

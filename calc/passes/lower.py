@@ -74,13 +74,13 @@ def lower(calls: Sequence[Call], variant: Variant, chips: Mapping[int, ChipMemor
     """
     sizes = {n: h.nbytes for m in chips.values() for n, h in m.weights.items()}
 
+    parts: dict[int, Lowering] = {}
+
     def probe(plan: Plan) -> None:
-        parts = _emit(plan, variant, chips, target)
+        parts.update(_emit(plan, variant, chips, target))
         _allocate_all(parts, variant, target)
 
     plan, candidates = plan_blocks(calls, variant, target, sizes, probe)
-    parts = _emit(plan, variant, chips, target)
-    _allocate_all(parts, variant, target)
     return Lowered({chip: finish(low) for chip, low in parts.items()}, plan, candidates)
 
 
@@ -174,7 +174,7 @@ def _give_homes(plan: Plan, parts: Mapping[int, Lowering], variant: Variant) -> 
 def _needed_later(plan: Plan) -> list[set[str]]:
     """For each region the values that later ones read."""
     out: list[set[str]] = []
-    seen: set[str] = set()
+    seen: set[str] = set(plan.outlive)
     for region in reversed(plan.regions):
         out.append(set(seen))
         seen.update(v for c in region.calls for v in c.inputs.values())
