@@ -28,7 +28,7 @@ from tests.field.field_models import (
     tokens,
 )
 
-CUTS = {"whole": blocks._cut_never, "halves": blocks._cut_halves, "calls": blocks._cut_always}
+CUTS = ("whole", "narrow", "calls")
 BOARDS = {"one": (1, "layers"), "layers": (2, "layers"), "tensor": (2, "tensor")}
 
 WIDE_GATE = 2 * BF16_GATE
@@ -39,9 +39,10 @@ WIDE_GATE = 2 * BF16_GATE
 def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Offer one way to cut only."""
 
+    cuts = blocks._cuts
+
     def choose(kind: str) -> None:
-        for name in ("_cut_never", "_cut_halves", "_cut_always"):
-            monkeypatch.setattr(blocks, name, CUTS[kind])
+        monkeypatch.setattr(blocks, "_cuts", lambda calls: {kind: cuts(calls)[kind]})
 
     return choose
 
@@ -54,14 +55,14 @@ def reads(report: calc.CompileReport) -> list[int]:
     return [v.row_blocks[0].weight_reads for v in report.variants if v.role == "prefill"]
 
 
-@pytest.mark.parametrize(("kind", "board"), [("whole", "one"), ("halves", "layers"), ("calls", "tensor")])
+@pytest.mark.parametrize(("kind", "board"), [("whole", "one"), ("narrow", "layers"), ("calls", "tensor")])
 def test_the_tiny_model_verifies(tmp_path: Path, kind: str, board: str, force: Callable[[str], None]) -> None:
     """Golden replay, prompts around the buckets, chunks, batches; strict and fast."""
     force(kind)
     chips, how = BOARDS[board]
     out = tmp_path / "m.calbin"
     options = calc.CompileOptions(
-        prefill=(48,), batch=(1, 2), max_seq_len=80, target=small(tmp_path, 100, chips), split=how
+        prefill=(48,), batch=(1, 2), max_seq_len=80, target=small(tmp_path, 104, chips), split=how
     )
     assert reads(calc.compile(GLASS, out, options))[0] > 1
     report = calc.verify(out, strict=True)
@@ -146,7 +147,7 @@ def test_quantized_rows_do_not_know_their_block(
     family: Path, tmp_path: Path, quant: str, force: Callable[[str], None]
 ) -> None:
     """A row's codes and scale are its own: blocks give what one block gives."""
-    force("halves")
+    force("narrow")
     found = []
     for name, sram in (("blocks", 112), ("whole", 2048)):
         out = tmp_path / f"{name}.calbin"
@@ -165,7 +166,7 @@ def test_spilled_rows_lie_behind_everything_else(tmp_path: Path, force: Callable
     """The manifest has the region; nothing of it is read before it is written, in strict mode with another past."""
     force("calls")
     out = tmp_path / "m.calbin"
-    compile_model(GLASS, out, prefill=(64,), max_seq_len=128, target=small(tmp_path, 100))
+    compile_model(GLASS, out, prefill=(64,), max_seq_len=128, target=small(tmp_path, 104))
     with open_calbin(out) as c:
         (scratch,) = [r for r in c.manifest.dram if r.name.startswith("scratch")]
         others = [r for r in c.manifest.dram if r is not scratch]
