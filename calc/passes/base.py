@@ -241,7 +241,7 @@ def is_last_axis(node: ir.Node, rank: int) -> bool:
 
 
 def is_row_norm(g: Graph, node: ir.Node) -> bool:
-    """Whether an RMSNormalization is over the last axis with a checkpoint's weight, one value per column."""
+    """Whether an RMS or layer norm is over the last axis with a checkpoint's weight, one value per column."""
     gamma, shape = node.inputs[1], dims(node.outputs[0])
     return (
         gamma is not None

@@ -11,6 +11,7 @@ from calc.passes.fuse.embed import FuseEmbed
 from calc.passes.fuse.glu import FuseGlu
 from calc.passes.fuse.join_linears import JoinLinears
 from calc.passes.fuse.last_row import FuseLastRow
+from calc.passes.fuse.layer_norm import FuseLayerNorm
 from calc.passes.fuse.linear import FuseLinear
 from calc.passes.fuse.lm_head import FuseLmHead
 from calc.passes.fuse.moe import FuseMoe
@@ -33,6 +34,7 @@ def fusion_passes() -> tuple[Pass, ...]:
         FuseLmHead(),
         JoinLinears(),
         FuseRmsNorm(),
+        FuseLayerNorm(),
         FuseResidual(),
         FuseEmbed(),
         FuseActivate(),

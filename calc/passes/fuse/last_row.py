@@ -4,7 +4,7 @@
 
     x -> RMSNormalization -> GatherND(cur_seq_len - 1)     becomes   x -> LastRow -> RMSNormalization
 
-A norm works row by row, so it may as well see the chosen rows only.
+and so with LayerNormalization. A norm works row by row, so it may as well see the chosen rows only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FuseLastRow(Rule):
         x, out = node.inputs[0], node.outputs[0]
         if x is None or len(dims(x)) != 3 or len(dims(out)) != 2:
             return "not one row of each sequence"
-        norm = made_by(x, "RMSNormalization")
+        norm = made_by(x, "RMSNormalization", "LayerNormalization")
         hoisted = norm is not None and is_row_norm(g, norm) and sole_user(x) is node
         source = norm.inputs[0] if hoisted and norm is not None else x
         if source is None:
@@ -52,8 +52,8 @@ class FuseLastRow(Rule):
         if hoisted and norm is not None:
             again = ir.Node(
                 "",
-                "RMSNormalization",
-                [last, norm.inputs[1]],
+                norm.op_type,
+                [last, *norm.inputs[1:]],
                 [a for a in norm.attributes.values() if a.name != "axis"] + attributes({"axis": -1}),
                 num_outputs=1,
                 name=norm.name,
