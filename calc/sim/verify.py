@@ -290,25 +290,25 @@ def _prefill_row(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
 
 
 def _chunked(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
-    """A prompt given in two calls equals the prompt given in one: logits and KV."""
-    n = golden.prompt
-    whole, parts = Device(calbin, mode), Device(calbin, mode)
-    if n < 2 or not whole.prefill_buckets:
-        return  # without a bucket every prompt goes token by token
-    a = whole.prefill(golden.tokens[:n])
-    cut = n // 2
-    parts.prefill(golden.tokens[:cut])
-    b = parts.prefill(golden.tokens[cut:n], past=cut)
-    layers = golden.kv_layers
-    kv_a = [x for i in layers for x in whole.kv(i, 0, n)]
-    kv_b = [x for i in layers for x in parts.kv(i, 0, n)]
-    yield _check(
-        "chunked equals whole prefill: logits",
-        "rel_rms",
-        rel_rms([b], [a]),
-        ROW_FACTOR * _program_rung(golden).gate_logits,
-    )
-    yield _check("chunked equals whole prefill: KV", "rel_rms", rel_rms(kv_b, kv_a), _program_rung(golden).gate_kv)
+    """A prompt given in two calls equals the prompt given in one: logits and KV.
+
+    Where states are rings, also all golden tokens, cut unevenly: the second call's rows lie across a ring's end.
+    """
+    rung = _program_rung(golden)
+    cuts = {golden.prompt: (golden.prompt // 2, "chunked equals whole prefill")}
+    if any(s.growth == "ring" for s in calbin.manifest.states.states):
+        n = min(len(golden.tokens), calbin.manifest.states.capacity)
+        cuts[n] = (n // 3, f"chunks of {n // 3} and {n - n // 3} equal whole prefill")
+    for n, (cut, name) in cuts.items():
+        whole, parts = Device(calbin, mode), Device(calbin, mode)
+        if cut < 1 or not whole.prefill_buckets:
+            continue
+        a = whole.prefill(golden.tokens[:n])
+        parts.prefill(golden.tokens[:cut])
+        b = parts.prefill(golden.tokens[cut:n], past=cut)
+        kv_a, kv_b = ([x for i in golden.kv_layers for x in device.kv(i, 0, n)] for device in (whole, parts))
+        yield _check(f"{name}: logits", "rel_rms", rel_rms([b], [a]), ROW_FACTOR * rung.gate_logits)
+        yield _check(f"{name}: KV", "rel_rms", rel_rms(kv_b, kv_a), rung.gate_kv)
 
 
 def _batch(calbin: Calbin, golden: Golden, mode: Mode) -> Iterator[Check]:
