@@ -142,6 +142,7 @@ class Bench:
         tile_rows: rows of a packed tile.
         block: rows that the program works on at once; None for all.
         ring: states of a windowed attention as rings of the window, as the compiler would place them.
+        ring_tile: keys that are read at once at most, as far as placing knows; the kernel's own tiles are at most 32.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Bench:
         tile_rows: int = 32,
         block: int | None = None,
         ring: bool = False,
+        ring_tile: int = 32,
     ) -> None:
         self.kernel, self.values, self.target = kernel, values, load_target("calculet-1chip")
         handles, self.shard = _pack(kernel, attrs, values, schemes, tile_rows)
@@ -167,7 +169,7 @@ class Bench:
         states = {}
         for formal, spec in kernel.states(self.call).items():
             _, heads, capacity, _ = values[formal].shape
-            rows = spec.rows(capacity, 32, 16) if ring else capacity
+            rows = spec.rows(capacity, ring_tile, 16) if ring else capacity
             buf = Buffer(formal, Space.DRAM, rows * spec.row_bytes(), base=at)
             states[formal] = StateBuffer(spec, buf, heads, rows, ring and rows < capacity)
             at += -(-buf.nbytes // 64) * 64
