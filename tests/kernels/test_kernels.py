@@ -170,11 +170,11 @@ def test_a_ring_holds_its_whole_window(index, window, ring_tile):
     """
     kernel = registry()["Attention"]
     ex = kernel.examples()[index]
-    attrs = {**ex.attrs, "window": window}
+    attrs = replace(ex.attrs, window=window)
     for past in (window - 1, window, 47, 64):
         values = {**draw(kernel, ex), "past": np.array([past], np.int64)}
         want = run_ort(kernel, attrs, "npu", values)
-        bench = Bench(kernel, ex, attrs, values, (), ring=True, ring_tile=ring_tile)
+        bench = Bench(kernel, attrs, values, (), ring=True, ring_tile=ring_tile)
         assert all(s.ring and window <= s.rows < 96 for s in bench.memory.states.values())
         for out, got in bench.run("strict").items():
             assert_close(out, got, expected(out, got, want[out], bench.past, bench.cur))
