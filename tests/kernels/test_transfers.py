@@ -16,11 +16,11 @@ from calc.core.variant import Variant
 from calc.kernels import registry
 from calc.kernels.base import Attr, Attrs, Call, Numerics, parse_attrs
 from calc.kernels.emit import Emitter
-from calc.kernels.lowering import ChipMemory, Choices, Lowering, Rows, weight_region
+from calc.kernels.lowering import ChipMemory, Lowering, Rows, weight_region
 from calc.kernels.program import Buffer, View
 from calc.passes.lower import ChipProgram, allocate_sram, finish
 from calc.sim.machine import Machine, csr_file
-from tests.kernels.harness import bf16, run_ort
+from tests.kernels.harness import bf16, run_ort, small_tiles
 
 Array = np.ndarray
 NUMPY = {DType.F32: np.float32, DType.BF16: ml_dtypes.bfloat16}
@@ -68,7 +68,7 @@ class Board:
 
     def _lower(self, chip: Chip, block: int | None) -> None:
         em = Emitter(weight_region("weights", SHARD, 0), 3, 4096)
-        low = Lowering(em, self.variant, ChipMemory({}, SHARD, {}, {}, 1 << 20), Choices(8192, 32))
+        low = Lowering(em, self.variant, ChipMemory({}, SHARD, {}, {}, 1 << 20), small_tiles(self.target))
         if self.seq == 1:
             low.begin(low.sequences, None)
             self._body(low, chip)
