@@ -65,8 +65,8 @@ bench: $(CALBIN) ## measure MODEL's artefact
 fuzz: $(READY) ## damage artefacts at random for a while; HYPOTHESIS_PROFILE=fuzz raises the number of examples
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n 2 -k fuzz
 
-sweep: $(READY) ## compile and verify one tiny model of every supported family
-	$(BIN)/pytest -n 2 -k sweep
+sweep: $(READY) ## the cases that tests leave out: every cut on every board, every scheme on every partition
+	$(BIN)/pytest -n 2 -m sweep
 
 clean: ## remove what was built; downloads in .cache stay
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache $(VENV)

@@ -31,6 +31,14 @@ from tests.field.field_models import (
 CUTS = ("whole", "narrow", "calls")
 BOARDS = {"one": (1, "layers"), "layers": (2, "layers"), "tensor": (2, "tensor")}
 
+
+def pairs(*few: tuple[str, str]) -> list[object]:
+    """Every cut on the boards that are named; `make test` takes these few."""
+    boards = [b for b in BOARDS if any(board == b for _, board in few)]
+    rest = [pytest.param(k, b, marks=pytest.mark.sweep) for k in CUTS for b in boards if (k, b) not in few]
+    return [*few, *rest]
+
+
 WIDE_GATE = 2 * BF16_GATE
 """These random models are four times as wide as the field's; a single row is up to 0.023 off in one block, too."""
 
@@ -69,8 +77,7 @@ def test_the_tiny_model_verifies(tmp_path: Path, kind: str, board: str, force: C
     assert [c for c in report.checks if not c.ok] == []
 
 
-@pytest.mark.parametrize("board", BOARDS)
-@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(("kind", "board"), pairs(("whole", "one"), ("narrow", "layers"), ("calls", "tensor")))
 def test_every_length_equals_one_block(
     tmp_path: Path, kind: str, board: str, force: Callable[[str], None], tiny_long: Path
 ) -> None:
@@ -128,8 +135,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param) / "m")
 
 
-@pytest.mark.parametrize("board", ["one", "layers"])
-@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(("kind", "board"), pairs(("whole", "one"), ("narrow", "layers"), ("calls", "one")))
 def test_families_in_blocks_against_transformers(
     family: Path, tmp_path: Path, kind: str, board: str, force: Callable[[str], None]
 ) -> None:
@@ -142,7 +148,9 @@ def test_families_in_blocks_against_transformers(
     assert max(against_transformers(family, open_device(out, "strict"), tokens(92), 90)) <= WIDE_GATE
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "w4a16", "w4a8", "w4z"])
+@pytest.mark.parametrize(
+    "quant", ["w8a8", "w4z", *(pytest.param(q, marks=pytest.mark.sweep) for q in ("w4a8", "w4a16"))]
+)
 def test_quantized_rows_do_not_know_their_block(
     family: Path, tmp_path: Path, quant: str, force: Callable[[str], None]
 ) -> None:

@@ -108,7 +108,9 @@ def test_each_chip_holds_its_heads(board: Path, tiny_calbin: Path) -> None:
                     assert np.array_equal(a, b) == (p.first_head == q.first_head)
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "w4a16", "w4a8", "w4z"])
+@pytest.mark.parametrize(
+    "quant", ["w8a8", "w4z", *(pytest.param(q, marks=pytest.mark.sweep) for q in ("w4a8", "w4a16"))]
+)
 def test_every_scheme(tmp_path: Path, quant: str) -> None:
     """Quantized share by share: the ladder's rungs run on the split graph, so the program is held to what runs."""
     out = tmp_path / "m.calbin"

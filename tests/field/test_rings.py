@@ -112,7 +112,14 @@ def test_an_idle_slot_keeps_its_ring(eight: Path) -> None:
 
 @pytest.mark.parametrize(
     ("window", "rows"),
-    [(1, {16}), (2, {16}), (15, {16}), (16, {16}), (17, {32}), (33, {48}), (127, {128}), (128, {128}), (500, {128})],
+    [
+        (1, {16}),
+        (16, {16}),
+        (17, {32}),
+        (127, {128}),
+        *(pytest.param(w, r, marks=pytest.mark.sweep) for w, r in ((2, {16}), (15, {16}), (33, {48}))),
+        *(pytest.param(w, {128}, marks=pytest.mark.sweep) for w in (128, 500)),
+    ],
 )
 def test_windows_of_every_kind(tmp_path: Path, window: int, rows: set[int]) -> None:
     """One key, a full ring, one row more, and windows as long as the capacity and longer, which are no ring."""

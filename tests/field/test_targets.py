@@ -81,7 +81,15 @@ def assert_same(got: list[Array], want: list[Array]) -> None:
         assert rel_rms([a[-n:]], [b[-n:]]) <= ORDER_GATE
 
 
-@pytest.mark.parametrize(("name", "quant"), [("odd", "bf16"), ("odd", "w4a16"), ("wide", "bf16"), ("wide", "w8a8")])
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [
+        ("odd", "w4a16"),
+        ("wide", "w8a8"),
+        pytest.param("odd", "bf16", marks=pytest.mark.sweep),
+        pytest.param("wide", "bf16", marks=pytest.mark.sweep),
+    ],
+)
 def test_a_machine_of_other_sizes(model: Path, tmp_path: Path, name: str, quant: str) -> None:
     machine = {"odd": ODD, "wide": WIDE}[name]
     where = target(tmp_path / f"{name}.toml", base="calculet-1chip", **machine)
