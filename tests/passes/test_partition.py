@@ -19,7 +19,7 @@ from calc.core.variant import Variant
 from calc.passes.base import Graph
 from calc.passes.calls import STRUCTURE, bind_functions, calls
 from calc.passes.execute import ReplayCall, Replayed, replay
-from calc.passes.partition import Board, strategies, strategy
+from calc.passes.partition import Board, strategies, strategy, tensor
 from calc.passes.partition.layers import split_layers
 from calc.passes.partition.tensor import even, heads_of
 from calc.passes.recipe import load_recipe
@@ -283,6 +283,28 @@ def test_several_projections_of_one_share_are_our_bug() -> None:
     g = graph(f"float[1,5,32] x, {weights}", "float[1,5,32] y, float[1,5,32] z", body, shapes=shapes)
     with pytest.raises(InternalError, match="several projections"):
         strategy("tensor", "test").partition(g, Board(2))
+
+
+def test_shares_of_what_is_no_weight_are_our_bug() -> None:
+    """What the rules before make is a weight; the strategy does not take that on trust."""
+    body = """
+    u = calc.Linear<n: int = 1, bias: int = 0, add: int = 0>(x, given)
+    a = calc.Activate<act: string = "gelu">(u)
+    y = calc.Linear<n: int = 1, bias: int = 0, add: int = 0>(a, w_down)
+    """
+    inputs = "float[1,5,32] x, float[48,32] given, float[32,48] w_down"
+    shapes = {"u": (1, 5, 48), "a": (1, 5, 48), "y": (1, 5, 32)}
+    g = graph(inputs, "float[1,5,32] y", body, shapes=shapes)
+    with pytest.raises(InternalError, match="given is no weight"):
+        strategy("tensor", "test").partition(g, Board(2))
+
+
+def test_outputs_of_shares_that_overlap_in_part_are_our_bug() -> None:
+    g = graph("float[1,5,32] x", "float[1,5,32] y", "y = Neg(x)")
+    (node,) = g.model.graph
+    out, s = node.outputs[0], tensor._Split(g, 2)
+    with pytest.raises(InternalError, match="chip 1 holds a part"):
+        tensor._join(s, node, out, [out, out], [(0, 20), (16, 32)], 2)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
